@@ -1,0 +1,26 @@
+"""Loss aggregation for RL on Megatron-Core, exact in every parallel layout."""
+
+from megatron_lossagg.agg_loss import agg_loss
+from megatron_lossagg.aggregator import LossAggregator
+from megatron_lossagg.config import LossAggConfig
+from megatron_lossagg.counts import GlobalCounts, count_global_batch
+from megatron_lossagg.cp_slicing import slice_for_cp
+from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.schedule import ScheduleContract
+from megatron_lossagg.weights import token_weights
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GlobalCounts",
+    "LossAggConfig",
+    "LossAggError",
+    "LossAggregator",
+    "ParallelGroups",
+    "ScheduleContract",
+    "agg_loss",
+    "count_global_batch",
+    "slice_for_cp",
+    "token_weights",
+]

@@ -1,0 +1,104 @@
+"""Drop-in for verl's `agg_loss` (verl/trainer/ppo/core_algos.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.modes import (
+    check_loss_scale_factor,
+    check_norm_semantics,
+    get_mode,
+)
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: int | float | Tensor | None = None,
+    global_batch_size: int | float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+    *,
+    norm_semantics: str = "sum",
+) -> Tensor:
+    """Aggregate token losses of one microbatch into a scalar. Does not communicate.
+
+    With m the mask, T = `batch_num_tokens`, B = `global_batch_size`, D = `dp_size`,
+    L = `loss_scale_factor`, and sums over this microbatch only:
+
+        token-mean                   D * sum(m * l) / T
+        token-sum                    D * sum(m * l)
+        seq-mean-token-sum           D * sum_s(sum_t(m * l)) / B
+        seq-mean-token-mean          D * sum_s(sum_t(m * l) / n_s) / B
+        seq-mean-token-sum-norm      sum(m * l) / L, or D * sum(m * l) / (B * L)
+                                     with norm_semantics="seq-mean"
+
+    D undoes the mean that DDP takes over data-parallel ranks: it is the data-parallel size, not the
+    number of GPUs. Masked positions are removed by selection, so a NaN there changes nothing.
+
+    Args:
+        loss_mat: [bs, response_length], floating point.
+        loss_mask: same shape; non-zero marks a valid token.
+        loss_agg_mode: one of the modes above.
+        dp_size: D.
+        batch_num_tokens: T of the global batch. Default: this microbatch's valid tokens.
+        global_batch_size: B of the global batch. Default: this microbatch's sequences with a valid
+            token.
+        loss_scale_factor: L. Default: `loss_mask.shape[-1]`.
+        norm_semantics: "sum" (verl up to 0.7) or "seq-mean" (verl since 2026-02, TRL's dr_grpo).
+
+    Returns:
+        A scalar in float32, or in float64 for float64 losses. It is not reduced over ranks or
+        microbatches.
+
+    Raises:
+        ValueError: unknown mode or semantics, shapes that differ, or L not above zero.
+        TypeError: `loss_mat` is not floating point.
+
+    Source: verl `agg_loss`. It differs from it on purpose in two points: no 1e-8 is added to a
+    sequence's count, and masked values are selected away, not multiplied by zero.
+    """
+    get_mode(loss_agg_mode)
+    check_norm_semantics(norm_semantics)
+    if loss_mat.shape != loss_mask.shape or loss_mat.dim() != 2:
+        raise ValueError(
+            "agg_loss expects loss_mat and loss_mask of one shape (bs, response_length), got "
+            f"{tuple(loss_mat.shape)} and {tuple(loss_mask.shape)}."
+        )
+    if not loss_mat.is_floating_point():
+        raise TypeError(f"agg_loss expects floating-point losses, got {loss_mat.dtype}.")
+
+    valid = loss_mask != 0
+    losses = torch.where(valid, loss_mat, 0).to(torch.promote_types(loss_mat.dtype, torch.float32))
+
+    if loss_agg_mode == "token-sum":
+        return losses.sum() * dp_size
+    if loss_agg_mode == "token-mean":
+        num_tokens = valid.sum() if batch_num_tokens is None else batch_num_tokens
+        return _divide(losses.sum(), num_tokens, valid) * dp_size
+
+    num_tokens_of_rows = valid.sum(dim=-1)
+    if global_batch_size is None:
+        num_seqs: int | float | Tensor = (num_tokens_of_rows > 0).sum()
+    else:
+        num_seqs = global_batch_size
+
+    if loss_agg_mode == "seq-mean-token-sum":
+        return _divide(losses.sum(), num_seqs, valid) * dp_size
+    if loss_agg_mode == "seq-mean-token-mean":
+        means = losses.sum(dim=-1) / num_tokens_of_rows.clamp(min=1)
+        return _divide(means.sum(), num_seqs, valid) * dp_size
+
+    width = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
+    check_loss_scale_factor(width)
+    if norm_semantics == "sum":
+        return losses.sum() / width
+    return _divide(losses.sum(), num_seqs, valid) / width * dp_size
+
+
+def _divide(total: Tensor, count: int | float | Tensor, valid: Tensor) -> Tensor:
+    """Total / count; exactly 0 where both are empty, inf where only the count claims to be."""
+    count = torch.as_tensor(count, device=total.device)
+    return total / torch.where((count == 0) & ~valid.any(), 1, count)

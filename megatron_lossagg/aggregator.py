@@ -1,0 +1,239 @@
+"""`LossAggregator`: the plugin that is given to a Megatron schedule as `loss_func`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_lossagg.config import LossAggConfig
+from megatron_lossagg.counts import FINGERPRINT_BITS, GlobalCounts
+from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.plan import Microbatch, WeightOptions, WeightPlan
+from megatron_lossagg.schedule import (
+    ScheduleContract,
+    check_options,
+    uses_full_iteration_cuda_graph,
+)
+from megatron_lossagg.step import LossFn, Step, StepContext
+from megatron_lossagg.stream import (
+    WrappedStream,
+    install_finalize_check,
+    resolve_num_microbatches,
+)
+
+
+class LossAggregator:
+    """Aggregates token losses exactly, whatever the layout, inside a Megatron schedule.
+
+    J = sum over the global batch of w * l, with the weights of `modes.py`. Two ways to use it: plan
+    each step with `begin_step` when the loop has its microbatches, or `wrap` the data iterator when
+    a trainer owns the schedule.
+
+    Args:
+        loss_fn: (output_tensor, microbatch) -> the loss of every token, of the shape of that
+            microbatch's mask, floating point, not reduced.
+        loss_agg_mode: one of `modes.mode_names()`.
+        model_config: the model's `TransformerConfig`; `calculate_per_token_loss` selects the
+            regime.
+        groups: process groups; None reads Megatron's parallel state at the first step.
+        loss_scale_factor: L, required by `seq-mean-token-sum-norm`.
+        norm_semantics: "sum" (1/L) or "seq-mean" (1/(B*L)).
+        sequence_count: B counts "valid" sequences or "nominal" rows.
+        cp_gradient: where token losses come from under context parallelism: "local",
+            "replicated-value" or "gathered" (see `ScheduleContract`).
+        returns: "loss" (two values), "loss_and_num_tokens" (three) or "auto", by the config's flag.
+        weights_key: the field of a microbatch that carries the weights. With "loss_mask" they
+            replace the mask and travel wherever a trainer broadcasts and slices it.
+        weight_dtype: dtype of the weights; float32 is exact to 6e-8.
+
+    Raises:
+        ValueError: an unknown option, or L missing or not above zero.
+        TypeError: `loss_fn` cannot be called, or `weight_dtype` is not floating point.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        *,
+        loss_agg_mode: str,
+        model_config: Any,
+        groups: ParallelGroups | None = None,
+        loss_scale_factor: float | None = None,
+        norm_semantics: str = "sum",
+        sequence_count: str = "valid",
+        cp_gradient: str = "local",
+        returns: str = "auto",
+        weights_key: str = "loss_weights",
+        weight_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}.")
+        if not isinstance(weight_dtype, torch.dtype) or not weight_dtype.is_floating_point:
+            raise TypeError(f"weight_dtype must be a floating-point dtype, got {weight_dtype}.")
+        check_options(returns=returns, cp_gradient=cp_gradient)
+        self.mode_spec = ModeSpec(loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count)
+        self.model_config = model_config
+        self.weights_key = weights_key
+        self._loss_fn = loss_fn
+        self._groups = groups
+        self._cp_gradient = cp_gradient
+        self._returns = returns
+        self._weight_dtype = weight_dtype
+        self._prepared: tuple[StepContext, WeightOptions] | None = None
+        self._stream = WrappedStream()
+
+    @classmethod
+    def from_config(
+        cls,
+        loss_fn: LossFn,
+        loss_agg_config: LossAggConfig,
+        model_config: Any,
+        *,
+        groups: ParallelGroups | None = None,
+    ) -> LossAggregator:
+        """Build one from a `LossAggConfig` (a YAML file, say) and the model's config."""
+        return cls(
+            loss_fn,
+            model_config=model_config,
+            groups=groups,
+            **loss_agg_config.aggregator_arguments(),
+        )
+
+    def begin_step(
+        self,
+        microbatches: Sequence[Microbatch] | None = None,
+        *,
+        num_microbatches: int | None = None,
+        counts: GlobalCounts | None = None,
+    ) -> Step:
+        """Plan a step: starts one all-reduce of 256 bytes over the data-parallel group.
+
+        It does not wait for it. With `counts` nothing is communicated. Every rank that holds data
+        calls it with its own microbatches; a rank without data (middle pipeline stages,
+        tensor-parallel ranks that get theirs by broadcast) passes None and the number its schedule
+        runs.
+
+        Args:
+            microbatches: dicts of tensors with "loss_mask" [b, s] (and optionally "sample_mask"
+                [b],
+                0 for a row that only pads the batch), at full length, before any context-parallel
+                slicing. They are not changed.
+            num_microbatches: M, needed without microbatches.
+            counts: counts of the global batch, if the caller already knows them.
+
+        Raises:
+            ValueError, TypeError: microbatches that cannot be counted.
+            LossAggError: none where the loss is computed, or a configuration that cannot be
+                honoured.
+        """
+        context, options = self._prepare()
+        if microbatches is None:
+            groups = context.groups
+            if num_microbatches is None:
+                raise ValueError(
+                    "begin_step needs microbatches, or num_microbatches on a rank that has no data."
+                )
+            if groups.is_last_stage and groups.tp_rank == 0:
+                raise LossAggError(
+                    "begin_step got no microbatches on a rank of the last pipeline stage "
+                    "(tensor-parallel rank 0), where the loss is computed and its tokens are "
+                    "counted. Give this rank its microbatches; one without sequences passes "
+                    "microbatches whose masks are all 0."
+                )
+            return Step(context, None, resolve_num_microbatches(num_microbatches))
+        if not isinstance(microbatches, Sequence) or isinstance(microbatches, str | bytes):
+            raise TypeError(
+                f"begin_step expects a list of microbatches, got {type(microbatches).__name__}. "
+                "For an iterator that a trainer owns, use aggregator.wrap(iterator, "
+                "num_microbatches=...)."
+            )
+        if len(microbatches) == 0:
+            raise ValueError(
+                "begin_step got an empty list. A rank without sequences passes microbatches whose "
+                "masks are all 0 (the schedule needs them); a rank without data passes None and "
+                "num_microbatches."
+            )
+        if num_microbatches is not None and num_microbatches != len(microbatches):
+            raise ValueError(
+                f"begin_step got {len(microbatches)} microbatches but num_microbatches="
+                f"{num_microbatches}; leave num_microbatches out or make them equal."
+            )
+        plan = WeightPlan(microbatches, options, context.groups, counts)
+        return Step(context, plan, len(microbatches))
+
+    def wrap(
+        self, data_iterator: Any, *, num_microbatches: int | Callable[[], int]
+    ) -> Iterator[dict[str, Any]] | list[Any] | None:
+        """Wrap a trainer's iterator: one all-reduce over dp at the first `next` of a step.
+
+        It takes the step's M microbatches at once, counts them and yields shallow copies with their
+        weights. From the first step on, `model_config.finalize_model_grads_func` also runs the
+        checks of `Step.validate` once per step, so that they happen before the optimizer steps.
+
+        Args:
+            data_iterator: an iterator of microbatches, a list of them (one per model chunk; they
+                yield the same sequence, or are one object), or None on a rank without data.
+            num_microbatches: what the schedule is called with, or a function that gives it.
+
+        Returns:
+            The wrapped iterator; None for None; a list for a list.
+        """
+        if not callable(num_microbatches):
+            resolve_num_microbatches(num_microbatches)
+        return self._stream.wrap(data_iterator, num_microbatches, self._plan_wrapped_step)
+
+    def loss_func(
+        self, microbatch: Mapping[str, Any], output_tensor: Any, non_loss_data: bool = False
+    ) -> Any:
+        """`Step.loss_func` of the step that a wrapped iterator is in. No collective, no host sync.
+
+        Raises:
+            LossAggError: nothing was planned: `wrap` was not called on this rank.
+        """
+        step = self._stream.step_for_loss(lambda m: Step(self._prepare()[0], None, m))
+        install_finalize_check(self.model_config, self.validate)
+        return step.loss_func(microbatch, output_tensor, non_loss_data)
+
+    def validate(self) -> None:
+        """`Step.validate` of a wrapped step: one all-reduce over dp x cp on the last stage only.
+
+        The first step installs it in `model_config.finalize_model_grads_func`; a loop without that
+        hook calls it on every rank before the optimizer steps.
+        """
+        self._stream.validate()
+
+    def _plan_wrapped_step(self, microbatches: Sequence[Microbatch]) -> tuple[Step, WeightPlan]:
+        context, options = self._prepare()
+        install_finalize_check(self.model_config, self.validate)
+        plan = WeightPlan(microbatches, options, context.groups)
+        return Step(context, plan, len(plan)), plan
+
+    def _prepare(self) -> tuple[StepContext, WeightOptions]:
+        """Resolve groups and regime once, when parallel state is there."""
+        if self._prepared is None:
+            groups = ParallelGroups.from_megatron() if self._groups is None else self._groups
+            contract = ScheduleContract.detect(
+                self.model_config, groups, returns=self._returns, cp_gradient=self._cp_gradient
+            )
+            context = StepContext(
+                loss_fn=self._loss_fn,
+                contract=contract,
+                groups=groups,
+                weights_key=self.weights_key,
+                counts_loss_calls=not uses_full_iteration_cuda_graph(self.model_config),
+            )
+            identity = (self.mode_spec, contract.regime, self._cp_gradient, self._weight_dtype)
+            options = WeightOptions(
+                spec=self.mode_spec,
+                weights_key=self.weights_key,
+                weight_dtype=self._weight_dtype,
+                times_num_tokens=contract.returns_num_tokens,
+                fingerprint=zlib.crc32(repr(identity).encode()) >> (32 - FINGERPRINT_BITS),
+            )
+            self._prepared = (context, options)
+        return self._prepared

@@ -1,0 +1,103 @@
+"""`LossAggConfig`: the plugin's options as a frozen dataclass and as YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.schedule import check_options
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossAggConfig:
+    """Options of `LossAggregator`, checked when built. Same names and meanings as its arguments."""
+
+    loss_agg_mode: str
+    """One of `modes.mode_names()`."""
+
+    loss_scale_factor: float | None = None
+    """L; required by `seq-mean-token-sum-norm`."""
+
+    norm_semantics: str = "sum"
+    """"sum" (1/L) or "seq-mean" (1/(B*L))."""
+
+    sequence_count: str = "valid"
+    """B counts "valid" sequences or "nominal" rows."""
+
+    cp_gradient: str = "local"
+    """"local", "replicated-value" or "gathered"."""
+
+    returns: str = "auto"
+    """"auto", "loss" or "loss_and_num_tokens"."""
+
+    weights_key: str = "loss_weights"
+    """The field of a microbatch that carries the weights."""
+
+    weight_dtype: str = "float32"
+    """"float32", "float64" or "bfloat16"."""
+
+    def __post_init__(self) -> None:
+        ModeSpec(
+            self.loss_agg_mode, self.loss_scale_factor, self.norm_semantics, self.sequence_count
+        )
+        check_options(returns=self.returns, cp_gradient=self.cp_gradient)
+        if self.weight_dtype not in _DTYPES:
+            raise ValueError(
+                f"weight_dtype={self.weight_dtype!r} does not exist; expected one of "
+                f"{', '.join(_DTYPES)}."
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LossAggConfig:
+        """Build one from a mapping; raises ValueError naming unknown and missing keys."""
+        if not isinstance(values, Mapping):
+            raise ValueError(
+                f"Expected a mapping of LossAggConfig options, got {type(values).__name__}."
+            )
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(
+                f"Unknown LossAggConfig option(s) {', '.join(map(str, unknown))}; known ones: "
+                f"{', '.join(known)}."
+            )
+        if "loss_agg_mode" not in values:
+            raise ValueError("LossAggConfig needs 'loss_agg_mode', for example 'token-mean'.")
+        return cls(**values)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> LossAggConfig:
+        """Read a YAML file: the options at its top level, or under the key `loss_agg`.
+
+        Needs PyYAML (the extra `config`).
+        """
+        import yaml
+
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if isinstance(values, Mapping) and "loss_agg" in values:
+            values = values["loss_agg"]
+        try:
+            return cls.from_dict(values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options as plain values."""
+        return asdict(self)
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Write all options to a YAML file that `from_yaml` reads back. Needs PyYAML."""
+        import yaml
+
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+
+    def aggregator_arguments(self) -> dict[str, Any]:
+        """The keyword arguments for `LossAggregator`."""
+        return self.to_dict() | {"weight_dtype": _DTYPES[self.weight_dtype]}

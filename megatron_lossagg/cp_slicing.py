@@ -1,0 +1,82 @@
+"""A microbatch's part for this context-parallel rank, by Megatron's own slicer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.groups import ParallelGroups
+
+
+def slice_for_cp(
+    microbatch: Mapping[str, Any], groups: ParallelGroups | None = None
+) -> dict[str, Any]:
+    """This context-parallel rank's part of a microbatch. Does not communicate.
+
+    Calls Megatron-Core's `get_batch_on_this_cp_rank` on a copy: with C ranks a row of width s is
+    cut into 2C chunks and rank r keeps chunks r and 2C-1-r. Fields are sliced that have the row
+    width in dimension 1 (`attention_mask`: dimension 2), so weights, mask and labels stay aligned;
+    others, such as [b] fields, are kept as they are.
+
+    Args:
+        microbatch: tensors [b, s, ...]; the row width is that of "loss_mask", "tokens" or "labels".
+        groups: None reads Megatron's parallel state.
+
+    Returns:
+        A new dict; the argument is not changed.
+
+    Raises:
+        ValueError: the width is not a multiple of 2C, or no field tells it.
+        LossAggError: packed sequences, which are cut per sequence.
+    """
+    groups = ParallelGroups.from_megatron() if groups is None else groups
+    sliced = dict(microbatch)
+    if groups.cp_size == 1:
+        return sliced
+    if microbatch.get("cu_seqlens") is not None:
+        raise LossAggError(
+            "slice_for_cp got packed sequences (cu_seqlens), which are not supported yet. Pass "
+            "padded rows [b, s]."
+        )
+    width = _row_width(microbatch)
+    if width % (2 * groups.cp_size) != 0:
+        raise ValueError(
+            f"Rows of width {width} cannot be split over {groups.cp_size} context-parallel ranks: "
+            f"the width must be a multiple of {2 * groups.cp_size}. Pad the rows (mask 0)."
+        )
+    to_slice = {key: value for key, value in microbatch.items() if _has_width(key, value, width)}
+    sliced.update(_megatron_slice(to_slice, groups.cp))
+    return sliced
+
+
+def _row_width(microbatch: Mapping[str, Any]) -> int:
+    for key in ("loss_mask", "tokens", "labels"):
+        value = microbatch.get(key)
+        if isinstance(value, Tensor) and value.dim() >= 2:
+            return value.shape[1]
+    raise ValueError(
+        "slice_for_cp cannot tell the row width: expected 'loss_mask', 'tokens' or 'labels' of "
+        f"shape [b, s]; the microbatch has {sorted(microbatch)}."
+    )
+
+
+def _has_width(key: str, value: Any, width: int) -> bool:
+    dim = 2 if key == "attention_mask" else 1
+    return isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] == width
+
+
+def _megatron_slice(fields: dict[str, Tensor], cp_group: Any) -> dict[str, Any]:
+    """Megatron's slicer on a dict it may change; its parameters grew over the releases."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    parameters = inspect.signature(get_batch_on_this_cp_rank).parameters
+    options: dict[str, Any] = {}
+    if "cp_group" in parameters:
+        options["cp_group"] = cp_group
+    if "is_hybrid_cp" in parameters:
+        options["is_hybrid_cp"] = False
+    return get_batch_on_this_cp_rank(fields, **options)

@@ -1,0 +1,196 @@
+"""A loss aggregation mode is a name and a factor per sequence, computed from counts.
+
+Let T be the valid tokens, B the sequences of the global batch, n_s the valid tokens of sequence s
+and
+L the `loss_scale_factor`. Every mode is a weight per valid token, `J = sum_s sum_t w_st * l_st`:
+
+    token-mean                                  w = 1 / T            sum of w = 1
+    token-sum                                   w = 1                sum of w = T
+    seq-mean-token-sum                          w = 1 / B            sum of w = T / B
+    seq-mean-token-mean                         w = 1 / (B * n_s)    sum of w = B_valid / B
+    seq-mean-token-sum-norm, "sum"              w = 1 / L            sum of w = T / L
+    seq-mean-token-sum-norm, "seq-mean"         w = 1 / (B * L)      sum of w = T / (B * L)
+
+The weight is the same for every valid token of a sequence, so a mode is a function that returns one
+factor per sequence. A count of zero gives a weight of zero, never a division by zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.counts import GlobalCounts
+
+SEQUENCE_COUNTS = ("valid", "nominal")
+NORM_SEMANTICS = ("sum", "seq-mean")
+
+
+@dataclass(frozen=True)
+class ModeInputs:
+    """What a mode may depend on; all counts as float64 tensors on the mask's device.
+
+    Attributes:
+        num_tokens: T, shape [].
+        num_seqs: B, shape []; valid or nominal sequences, by `sequence_count`.
+        num_valid_seqs: sequences with at least one valid token, shape [].
+        loss_scale_factor: L, or None where the mode does not need one.
+        norm_semantics: "sum" or "seq-mean".
+    """
+
+    num_tokens: Tensor
+    num_seqs: Tensor
+    num_valid_seqs: Tensor
+    loss_scale_factor: float | None
+    norm_semantics: str
+
+
+@dataclass(frozen=True)
+class AggregationMode:
+    """A named mode.
+
+    Attributes:
+        name: the value of `loss_agg_mode`.
+        sequence_factor: (n_s as float64 [num_rows], ModeInputs) -> the weight of a valid token of
+            each sequence, float64, broadcastable to [num_rows].
+        checksum: ModeInputs -> the sum of all weights of the global batch, float64, shape [].
+    """
+
+    name: str
+    sequence_factor: Callable[[Tensor, ModeInputs], Tensor]
+    checksum: Callable[[ModeInputs], Tensor]
+
+
+def reciprocal_or_zero(count: Tensor) -> Tensor:
+    """1 / count where count > 0, else 0, without a branch on data. Shape and dtype of `count`."""
+    return (count > 0).to(count.dtype) / count.clamp(min=1)
+
+
+def _norm_divisor_reciprocal(inputs: ModeInputs) -> Tensor:
+    """1 / L, or 1 / (B * L) with `norm_semantics="seq-mean"`."""
+    assert inputs.loss_scale_factor is not None  # ModeSpec has checked it
+    if inputs.norm_semantics == "sum":
+        return torch.full_like(inputs.num_tokens, 1.0 / inputs.loss_scale_factor)
+    return reciprocal_or_zero(inputs.num_seqs) / inputs.loss_scale_factor
+
+
+_MODES = {
+    mode.name: mode
+    for mode in (
+        AggregationMode(
+            "token-mean",
+            lambda n_s, c: reciprocal_or_zero(c.num_tokens),
+            lambda c: (c.num_tokens > 0).to(torch.float64),
+        ),
+        AggregationMode(
+            "token-sum", lambda n_s, c: torch.ones_like(c.num_tokens), lambda c: c.num_tokens
+        ),
+        AggregationMode(
+            "seq-mean-token-sum",
+            lambda n_s, c: reciprocal_or_zero(c.num_seqs),
+            lambda c: c.num_tokens * reciprocal_or_zero(c.num_seqs),
+        ),
+        AggregationMode(
+            "seq-mean-token-mean",
+            lambda n_s, c: reciprocal_or_zero(c.num_seqs) * reciprocal_or_zero(n_s),
+            lambda c: c.num_valid_seqs * reciprocal_or_zero(c.num_seqs),
+        ),
+        AggregationMode(
+            "seq-mean-token-sum-norm",
+            lambda n_s, c: _norm_divisor_reciprocal(c),
+            lambda c: c.num_tokens * _norm_divisor_reciprocal(c),
+        ),
+    )
+}
+
+
+def mode_names() -> tuple[str, ...]:
+    """The known values of `loss_agg_mode`."""
+    return tuple(_MODES)
+
+
+def get_mode(loss_agg_mode: str) -> AggregationMode:
+    """Look a mode up by name; raises ValueError naming the known ones."""
+    if loss_agg_mode not in _MODES:
+        raise ValueError(
+            f"Unknown loss_agg_mode {loss_agg_mode!r}; expected one of {', '.join(_MODES)}."
+        )
+    return _MODES[loss_agg_mode]
+
+
+def check_norm_semantics(norm_semantics: str) -> None:
+    """Raise ValueError unless `norm_semantics` is one of `NORM_SEMANTICS`."""
+    if norm_semantics not in NORM_SEMANTICS:
+        raise ValueError(
+            f"norm_semantics={norm_semantics!r} does not exist; expected 'sum' (masked sum / L, "
+            "verl up to 0.7) or 'seq-mean' (masked sum / (B * L), verl since 2026-02 and TRL "
+            "dr_grpo)."
+        )
+
+
+def check_loss_scale_factor(loss_scale_factor: float) -> None:
+    """Raise unless L is a finite number above zero."""
+    if isinstance(loss_scale_factor, bool) or not isinstance(loss_scale_factor, int | float):
+        raise TypeError(
+            f"loss_scale_factor must be a number, got {type(loss_scale_factor).__name__}."
+        )
+    if not math.isfinite(loss_scale_factor) or loss_scale_factor <= 0:
+        raise ValueError(
+            f"loss_scale_factor={loss_scale_factor} cannot divide a loss; pass a finite number > "
+            "0, usually the maximum response length."
+        )
+
+
+@dataclass(frozen=True)
+class ModeSpec:
+    """A mode with the options that fix its weights; validated when built.
+
+    Attributes:
+        loss_agg_mode: name of the mode.
+        loss_scale_factor: L of `seq-mean-token-sum-norm` (required there), a number > 0.
+        norm_semantics: "sum" or "seq-mean"; only `seq-mean-token-sum-norm` reads it.
+        sequence_count: which sequences are B: "valid" (n_s > 0) or "nominal" (every row that
+            `sample_mask` does not mark as padding).
+    """
+
+    loss_agg_mode: str
+    loss_scale_factor: float | None = None
+    norm_semantics: str = "sum"
+    sequence_count: str = "valid"
+
+    def __post_init__(self) -> None:
+        get_mode(self.loss_agg_mode)
+        check_norm_semantics(self.norm_semantics)
+        if self.sequence_count not in SEQUENCE_COUNTS:
+            raise ValueError(
+                f"sequence_count={self.sequence_count!r} does not exist; expected 'valid' or "
+                "'nominal'."
+            )
+        if self.loss_scale_factor is not None:
+            check_loss_scale_factor(self.loss_scale_factor)
+        elif self.loss_agg_mode == "seq-mean-token-sum-norm":
+            raise ValueError(
+                "loss_agg_mode='seq-mean-token-sum-norm' needs loss_scale_factor, a number > 0: "
+                "the mask of a Megatron microbatch includes the prompt and padding, so its width "
+                "is no usable default. Pass the maximum response length."
+            )
+
+    def inputs(self, counts: GlobalCounts, device: torch.device) -> ModeInputs:
+        """The counts as float64 tensors on `device`, with B chosen by `sequence_count`."""
+        counts = counts.to(device)
+        num_seqs = counts.num_valid_seqs if self.sequence_count == "valid" else counts.num_seqs
+        return ModeInputs(
+            num_tokens=counts.num_tokens.double(),
+            num_seqs=num_seqs.double(),
+            num_valid_seqs=counts.num_valid_seqs.double(),
+            loss_scale_factor=self.loss_scale_factor,
+            norm_semantics=self.norm_semantics,
+        )
+
+    def checksum(self, counts: GlobalCounts) -> Tensor:
+        """The sum of all weights of the global batch, float64, shape []."""
+        return get_mode(self.loss_agg_mode).checksum(self.inputs(counts, counts.num_tokens.device))

@@ -1,0 +1,145 @@
+"""The plan of one optimizer step: counts under way, weights on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.counts import GlobalCounts, PendingCounts, count_local, start_reduction
+from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.groups import ParallelGroups, communication_device
+from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.weights import weights_of_rows
+
+Microbatch = Mapping[str, Any]
+
+# Fields that only serve counting. They have no token dimension, so context-parallel slicers, which
+# cut every field, would break on them.
+COUNTING_KEYS = ("sample_mask",)
+UNSUPPORTED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "unit_ids")
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """How weights are built and carried.
+
+    Attributes:
+        spec: the mode and its options.
+        weights_key: the field of a microbatch that carries them.
+        weight_dtype: their dtype.
+        times_num_tokens: carry T * w (regime R3) instead of w.
+        fingerprint: a number that is equal on ranks configured alike.
+    """
+
+    spec: ModeSpec
+    weights_key: str
+    weight_dtype: torch.dtype
+    times_num_tokens: bool
+    fingerprint: int
+
+
+class WeightPlan:
+    """Counts and weights of this rank's microbatches for one step.
+
+    The constructor starts the all-reduce of the counts over the data-parallel group, or none if
+    `counts` are given; `microbatch` waits for it.
+    """
+
+    def __init__(
+        self,
+        microbatches: Sequence[Microbatch],
+        options: WeightOptions,
+        groups: ParallelGroups,
+        counts: GlobalCounts | None = None,
+    ) -> None:
+        self._options = options
+        self._microbatches = [_checked(m, i, options) for i, m in enumerate(microbatches)]
+        self._local = count_local(
+            [m["loss_mask"] for m in self._microbatches],
+            [m.get("sample_mask") for m in self._microbatches],
+            options.fingerprint,
+        )
+        self._pending: PendingCounts | None = None
+        self._counts = counts
+        if counts is None:
+            self._pending = start_reduction(self._local, groups)
+        # Weights are made where the counts are, so that counts never travel back to the host.
+        self._device = communication_device(groups.dp, self._local.vector.device)
+        self._weights: list[Tensor | None] = [None] * len(self._microbatches)
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    @property
+    def counts(self) -> GlobalCounts:
+        """Counts of the global batch; waits for the all-reduce that the constructor started."""
+        if self._counts is None:
+            assert self._pending is not None
+            self._counts = self._pending.wait()
+        return self._counts
+
+    def check_counts(self) -> None:
+        """Raise LossAggError if ranks were configured differently. Waits for the device."""
+        if self._pending is not None:
+            self._pending.check()
+
+    def expected_weight_sum(self) -> Tensor:
+        """The mode's checksum, times T under R3; float64, shape []."""
+        checksum = self._options.spec.checksum(self.counts)
+        return checksum * self.counts.num_tokens if self._options.times_num_tokens else checksum
+
+    def weights(self, index: int) -> Tensor:
+        """The weights [b, s] of one microbatch, built once, kept for other chunks."""
+        weights = self._weights[index]
+        if weights is None:
+            weights = weights_of_rows(
+                self._local.valid[index].to(self._device, non_blocking=True),
+                self._local.num_tokens_of_rows[index].to(self._device, non_blocking=True),
+                self._options.spec,
+                self.counts,
+                times_num_tokens=self._options.times_num_tokens,
+                weight_dtype=self._options.weight_dtype,
+            )
+            self._weights[index] = weights
+        return weights
+
+    def microbatch(self, index: int) -> dict[str, Any]:
+        """A planned microbatch with its weights."""
+        return self.with_weights(self._microbatches[index], index)
+
+    def with_weights(self, microbatch: Microbatch, index: int) -> dict[str, Any]:
+        """A shallow copy of a microbatch with weights `index`, without fields that only count."""
+        copy = {k: v for k, v in microbatch.items() if k not in COUNTING_KEYS}
+        copy[self._options.weights_key] = self.weights(index)
+        return copy
+
+
+def _checked(microbatch: Any, index: int, options: WeightOptions) -> Microbatch:
+    """Raise on a microbatch that cannot be planned."""
+    if not isinstance(microbatch, Mapping):
+        raise TypeError(
+            f"Microbatch {index} is a {type(microbatch).__name__}; expected a dict of tensors with "
+            "'loss_mask'."
+        )
+    if microbatch.get("loss_mask") is None:
+        raise ValueError(
+            f"Microbatch {index} has no 'loss_mask'; its keys are {sorted(microbatch)}. Add the "
+            "mask [b, s] of the tokens that count, aligned with the labels."
+        )
+    if options.weights_key != "loss_mask" and options.weights_key in microbatch:
+        raise ValueError(
+            f"Microbatch {index} already has a field {options.weights_key!r}, where the weights "
+            "would go. Rename it, or pass another weights_key to LossAggregator."
+        )
+    unsupported = [k for k in UNSUPPORTED_KEYS if microbatch.get(k) is not None]
+    if unsupported:
+        raise LossAggError(
+            f"Microbatch {index} has {', '.join(unsupported)}: packed sequences and units are not "
+            "supported yet, and counting its rows as sequences would be wrong. Pass padded rows "
+            "[b, s]."
+        )
+    return microbatch

@@ -1,0 +1,267 @@
+"""One optimizer step as the caller sees it: iterators, loss function, checks, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.counts import GlobalCounts
+from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.loss import check_token_losses, masked_weighted_sum, weights_of
+from megatron_lossagg.plan import Microbatch, WeightPlan
+from megatron_lossagg.record import (
+    PassRecord,
+    check_with_others,
+    local_problems,
+    raise_problems,
+)
+from megatron_lossagg.report import reduce_reports
+from megatron_lossagg.schedule import MAX_NUM_TOKENS_R3, ScheduleContract
+
+LossFn = Callable[[Any, Microbatch], Tensor]
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What all steps of one aggregator share.
+
+    Attributes:
+        loss_fn: (output_tensor, microbatch) -> losses of the weights' shape.
+        contract: the regime and its factors.
+        groups: the process groups.
+        weights_key: the field that carries the weights.
+        counts_loss_calls: False where a replayed CUDA graph does not enter Python.
+    """
+
+    loss_fn: LossFn
+    contract: ScheduleContract
+    groups: ParallelGroups
+    weights_key: str
+    counts_loss_calls: bool = True
+
+
+class Step:
+    """A planned step. Made by `LossAggregator.begin_step`.
+
+    Attributes:
+        num_microbatches: M, what the schedule must be called with on this rank.
+    """
+
+    def __init__(
+        self, context: StepContext, plan: WeightPlan | None, num_microbatches: int
+    ) -> None:
+        self._context = context
+        self._plan = plan
+        self.num_microbatches = num_microbatches
+        self._record = PassRecord()
+        self._reported_empty: bool | None = None
+
+    @property
+    def counts(self) -> GlobalCounts:
+        """Counts of the global batch. Raises LossAggError on a rank that has no data."""
+        if self._plan is None:
+            raise LossAggError(
+                "This rank was given no microbatches, so it takes part in no count. Read counts on "
+                "a rank with data, or pass counts=GlobalCounts(...) with the microbatches."
+            )
+        return self._plan.counts
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token of the whole global batch is valid: skip the optimizer then.
+
+        Waits for the device. On a rank without data it is known only after `report`.
+        """
+        if self._reported_empty is not None:
+            return self._reported_empty
+        if self._plan is not None:
+            return int(self._plan.counts.num_tokens) == 0
+        raise LossAggError(
+            "is_empty is not known yet on a rank without data; call step.report(...) first, on "
+            "every rank."
+        )
+
+    @property
+    def num_loss_calls(self) -> int:
+        """How often `loss_func` ran in this pass."""
+        return self._record.num_loss_calls
+
+    @property
+    def microbatches(self) -> list[dict[str, Any]]:
+        """Shallow copies of this rank's microbatches with weights; [] on a rank without data."""
+        return (
+            [] if self._plan is None else [self._plan.microbatch(i) for i in range(len(self._plan))]
+        )
+
+    def data_iterator(self, num_chunks: int = 1) -> list[Iterator[dict[str, Any]] | None]:
+        """Fresh iterators for the schedule, one per model chunk; starts a new pass over the step.
+
+        Each yields the same microbatches as shallow copies with their weights. On a rank without
+        data the list holds None, as Megatron's own loaders give.
+        """
+        if num_chunks < 1:
+            raise ValueError(f"num_chunks must be at least 1 (len(model)), got {num_chunks}.")
+        self.start_pass()
+        if self._plan is None:
+            return [None] * num_chunks
+        return [self._iterate(self.add_iterator()) for _ in range(num_chunks)]
+
+    def start_pass(self) -> None:
+        """Forget what an earlier run of the schedule over this step did."""
+        self._record = PassRecord()
+
+    def add_iterator(self) -> int:
+        """Register one more iterator in the record; returns its place there."""
+        self._record.num_taken.append(0)
+        return len(self._record.num_taken) - 1
+
+    def note_taken(self, place: int) -> None:
+        """Note that an iterator hands out its next microbatch."""
+        self._record.num_taken[place] += 1
+
+    def _iterate(self, place: int) -> Iterator[dict[str, Any]]:
+        assert self._plan is not None
+        record = self._record
+        for index in range(len(self._plan)):
+            record.num_taken[place] += 1
+            yield self._plan.microbatch(index)
+        raise LossAggError(
+            f"The schedule asked for more than the {len(self._plan)} microbatches of this step. "
+            "Call it with num_microbatches=step.num_microbatches, and step.data_iterator(...) anew "
+            "for each run."
+        )
+
+    def loss_func(
+        self, microbatch: Mapping[str, Any], output_tensor: Any, non_loss_data: bool = False
+    ) -> Any:
+        """The `loss_func` of a Megatron schedule. No collective, no host sync, no branch on data.
+
+        S = sum of w * l over this rank's part of the microbatch. Bind the microbatch:
+        `partial(step.loss_func, microbatch)`.
+
+        Args:
+            microbatch: what the data iterator gave, sliced for context parallelism where that is
+                on.
+            output_tensor: the last stage's output, passed on to `loss_fn`.
+            non_loss_data: what `collect_non_loss_data=True` sets; then only the report is returned.
+
+        Returns:
+            R1: (S * M * D, report). R3: (S * T, number of valid tokens as int32, report). The report
+            is {"loss": [numerator, denominator]}, summed by `report` or by Megatron-LM's train_step;
+            it is a copy, which the schedule's in-place rescaling does not reach.
+        """
+        context, contract = self._context, self._context.contract
+        weights = weights_of(microbatch, context.weights_key)
+        losses = context.loss_fn(output_tensor, microbatch)
+        check_token_losses(losses, weights)
+        partial_sum, is_counted = masked_weighted_sum(losses, weights)
+        self._record.add_loss_call(weights)
+
+        if contract.returns_num_tokens:
+            num_tokens = is_counted.sum(dtype=torch.int32)
+            # A token is counted once over context-parallel ranks.
+            if contract.cp_copies > 1 and context.groups.cp_rank > 0:
+                num_tokens = torch.zeros_like(num_tokens)
+            denominator = num_tokens.to(partial_sum.dtype)
+        else:
+            share = 1.0 / (self.num_microbatches * context.groups.dp_cp_size)
+            denominator = torch.full_like(partial_sum, share)
+        report = {"loss": torch.stack([partial_sum.detach() / contract.cp_copies, denominator])}
+        if non_loss_data:
+            return report
+        loss = partial_sum * contract.loss_factor(self.num_microbatches)
+        self._record.returned.append((loss.detach().clone(), loss.detach()))
+        if contract.returns_num_tokens:
+            return loss, num_tokens, report
+        return loss, report
+
+    def validate(self) -> None:
+        """Check the last run of the schedule: one all-reduce over dp x cp, on the last stage only.
+
+        Call it on every rank before `optimizer.step()`. It compares the microbatches that the
+        schedule took with M, what the schedule did to the returned loss with what the regime says,
+        and the sum of all weights with the mode's checksum. It waits for the device.
+
+        Raises:
+            LossAggError: on every rank of the group if one of them found a fault; the gradients are
+                wrong then and the optimizer must not step.
+        """
+        context, groups = self._context, self._context.groups
+        loss_is_expected = groups.is_last_stage and context.counts_loss_calls
+        problems = local_problems(
+            self._record,
+            context.contract,
+            self.num_microbatches,
+            loss_is_expected=loss_is_expected,
+        )
+        if self._plan is not None:
+            problems += self._count_problems()
+        if not groups.is_last_stage:
+            raise_problems(problems)
+            return
+        check_with_others(
+            self._record,
+            problems,
+            self._plan,
+            context.contract,
+            groups,
+            check_sum=context.counts_loss_calls,
+        )
+
+    def _count_problems(self) -> list[str]:
+        assert self._plan is not None
+        problems = []
+        try:
+            self._plan.check_counts()
+        except LossAggError as error:
+            problems.append(str(error).rstrip("."))
+        if self._context.contract.returns_num_tokens:
+            num_tokens = int(self._plan.counts.num_tokens)
+            if num_tokens > MAX_NUM_TOKENS_R3:
+                problems.append(
+                    f"the global batch has {num_tokens} valid tokens, but Megatron sums num_tokens "
+                    f"in int32 (at most {MAX_NUM_TOKENS_R3}) when calculate_per_token_loss is on. "
+                    "Set calculate_per_token_loss=False"
+                )
+        return problems
+
+    def report(
+        self,
+        forward_data_store: Sequence[Mapping[str, Tensor]],
+        *,
+        broadcast_over_pipeline: bool = True,
+    ) -> dict[str, float]:
+        """The step's values: an all-reduce over dp x cp on the last stage, a broadcast over pp.
+
+        Every rank calls it with what its schedule returned.
+
+        Returns:
+            {"loss": J}, the global objective that was optimised, the same on every rank; {} on
+            earlier stages with `broadcast_over_pipeline=False`.
+        """
+        totals = reduce_reports(
+            forward_data_store,
+            ("loss",),
+            self._context.groups,
+            evidence_of_tokens=self._evidence_of_tokens(),
+            broadcast_over_pipeline=broadcast_over_pipeline,
+        )
+        if totals is None:
+            return {}
+        (loss, denominator), (evidence, _) = totals.tolist()
+        self._reported_empty = evidence == 0
+        # Under R3 a batch without a valid token has numerator and denominator 0: J is 0.
+        return {"loss": loss / denominator if denominator else loss}
+
+    def _evidence_of_tokens(self) -> Tensor:
+        """Above zero, after a sum over ranks, exactly if the global batch has a valid token."""
+        if self._plan is not None:
+            return self._plan.counts.num_tokens.double()
+        if self._record.weight_sums:
+            return torch.stack(self._record.weight_sums).sum()
+        return torch.zeros((), dtype=torch.float64)
