@@ -1,0 +1,15 @@
+"""The subcommands of `megatron-lossagg`, one module each."""
+
+import typer
+
+from megatron_lossagg.commands.modes import modes
+from megatron_lossagg.commands.verify import verify
+
+app = typer.Typer(
+    help="Loss aggregation for RL on Megatron-Core, exact in every parallel layout.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(verify)
+app.command()(modes)

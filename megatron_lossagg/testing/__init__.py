@@ -1,0 +1,51 @@
+"""A test bench: the real, unmodified Megatron-Core on CPU processes, in float64 or float32.
+
+Megatron itself is imported when it is first needed, inside functions.
+"""
+
+from megatron_lossagg.testing.device_shim import (
+    cpu_shim_installed,
+    install_cpu_shim,
+    uninstall_cpu_shim,
+)
+from megatron_lossagg.testing.global_batch import GlobalBatch, ragged_batch
+from megatron_lossagg.testing.gradients import (
+    relative_error,
+    whole_model_gradient,
+    whole_model_parameters,
+)
+from megatron_lossagg.testing.layout import Layout
+from megatron_lossagg.testing.model_chunks import build_model_chunks, token_log_probs
+from megatron_lossagg.testing.parallel import initialize_model_parallel
+from megatron_lossagg.testing.rank_pool import RankFailure, RankPool
+from megatron_lossagg.testing.reference import reference_gradient, reference_loss, reference_run
+from megatron_lossagg.testing.run import RunResult, StepContext, StepPlan, run_global_batch
+from megatron_lossagg.testing.sum_loss_plan import SumLossPlan
+from megatron_lossagg.testing.tiny_gpt import TinyGPT, check_p2p_is_safe
+
+__all__ = [
+    "GlobalBatch",
+    "Layout",
+    "RankFailure",
+    "RankPool",
+    "RunResult",
+    "StepContext",
+    "StepPlan",
+    "SumLossPlan",
+    "TinyGPT",
+    "build_model_chunks",
+    "check_p2p_is_safe",
+    "cpu_shim_installed",
+    "initialize_model_parallel",
+    "install_cpu_shim",
+    "ragged_batch",
+    "reference_gradient",
+    "reference_loss",
+    "reference_run",
+    "relative_error",
+    "run_global_batch",
+    "token_log_probs",
+    "uninstall_cpu_shim",
+    "whole_model_gradient",
+    "whole_model_parameters",
+]

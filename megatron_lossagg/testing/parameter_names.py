@@ -1,0 +1,44 @@
+"""Names of parameters that don't depend on the layout: layer numbers count over all stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_LAYER = re.compile(r"(?P<list>.*\blayers)\.(?P<index>\d+)\.(?P<rest>.*)")
+
+
+def unwrap(chunk: Any) -> Any:
+    """The model inside Megatron's wrappers (DDP, Float16Module), which hold it as `module`."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def named_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield (global name, parameter) of one model chunk, wrapped or not.
+
+    The third layer of the model is ``decoder.layers.2.`` on whatever stage it is. The output layer
+    of a model with shared embeddings has the name of the embedding, of which it is a copy.
+    """
+    model = unwrap(chunk)
+    shares_embeddings = getattr(model, "share_embeddings_and_output_weights", False)
+    for name, parameter in model.named_parameters():
+        match = _LAYER.fullmatch(name)
+        if match:
+            layer = model.get_submodule(f"{match['list']}.{match['index']}")
+            if hasattr(layer, "layer_number"):  # counts from 1
+                name = f"{match['list']}.{layer.layer_number - 1}.{match['rest']}"
+        elif shares_embeddings and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
+        yield name, parameter
+
+
+def sharded_dim(parameter: torch.nn.Parameter) -> int | None:
+    """The dimension along which tensor parallelism splits a parameter; None if it is replicated."""
+    if getattr(parameter, "tensor_model_parallel", False):
+        return int(parameter.partition_dim)  # type: ignore[attr-defined]
+    return None

@@ -1,0 +1,193 @@
+"""What runs in each process of a `RankPool`: wait for a call, join its group, run it, answer.
+
+Private to `rank_pool`. Nothing here imports Megatron: the function that is called does.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+try:
+    import resource
+except ImportError:  # not a POSIX system
+    resource = None  # type: ignore[assignment]
+
+from megatron_lossagg.testing.device_shim import install_cpu_shim
+
+# Longer than any call may take: it is the parent that notices a hang, with a stack of every rank.
+_GROUP_TIMEOUT = datetime.timedelta(hours=1)
+_PEER_FAILURE_TEXTS = (
+    "connection closed by peer",
+    "connection reset",
+    "gloo/transport",
+    "timed out",
+)
+
+# What Megatron's import and collectives say on a machine like this, once per rank.
+_KNOWN_WARNINGS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    r"`torch\.distributed\..*` is deprecated",
+)
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A default process group: ranks that hold equal specs are in one group."""
+
+    number: int
+    world_size: int
+    rendezvous_file: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One function call, sent to every rank that takes part."""
+
+    group: GroupSpec
+    sys_path: list[str]
+    pickled_call: bytes
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a rank answers: a pickled result, or the failure."""
+
+    pickled_result: bytes = b""
+    failure: RankError | None = None
+
+
+@dataclass(frozen=True)
+class RankError:
+    """A failure as seen by one rank. `is_echo`: it failed since a peer went away."""
+
+    summary: str
+    trace: str
+    is_echo: bool = False
+    seconds: float = 0.0
+    pickled_exception: bytes = b""
+
+
+READY, RESET, RESET_DONE = "ready", "reset", "reset done"
+
+
+def serve(rank: int, pipe: connection.Connection, stack_file: str) -> None:
+    """Answer calls until the pool closes the pipe. The target of each spawned process."""
+    # Ctrl-C reaches the whole terminal group. The parent decides; ranks just obey it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    _allow_many_open_files()
+    for message in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    install_cpu_shim()
+    with open(stack_file, "w") as stack_stream:
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR1, file=stack_stream, all_threads=False)
+        pipe.send(READY)
+        _serve_calls(rank, pipe)
+    # Leaving hundreds of gloo groups in order takes seconds, and nobody waits for them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _serve_calls(rank: int, pipe: connection.Connection) -> None:
+    current: GroupSpec | None = None
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            return
+        if message is None:
+            return
+        if message == RESET:
+            _leave_group()
+            current = None
+            pipe.send(RESET_DONE)
+            continue
+        try:
+            if message.group != current:
+                _leave_group()
+                _join_group(rank, message.group)
+                current = message.group
+            reply = Reply(pickled_result=_run(message))
+        except (Exception, SystemExit) as error:
+            reply = Reply(failure=_describe(error))
+        pipe.send(reply)
+
+
+def _allow_many_open_files() -> None:
+    # A gloo group holds sockets, and Megatron makes some 30 groups for a layout.
+    if resource is not None:
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join_group(rank: int, group: GroupSpec) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{group.rendezvous_file}",
+        rank=rank,
+        world_size=group.world_size,
+        timeout=_GROUP_TIMEOUT,
+    )
+
+
+def _run(call: Call) -> bytes:
+    # pytest adds a test's folder to sys.path after the pool has started.
+    sys.path[:] = call.sys_path
+    fn, args, kwargs = pickle.loads(call.pickled_call)
+    result = fn(*args, **kwargs)
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"{getattr(fn, '__qualname__', fn)} returned a {type(result).__name__} that cannot be "
+            f"pickled ({error}); return tensors, numbers and plain containers"
+        ) from error
+
+
+def _describe(error: BaseException) -> RankError:
+    text = str(error)
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = b""
+    return RankError(
+        summary=f"{type(error).__name__}: {text}",
+        trace="".join(traceback.format_exception(error)),
+        is_echo=any(part in text.lower() for part in _PEER_FAILURE_TEXTS),
+        seconds=time.time(),
+        pickled_exception=pickled,
+    )
+
+
+def _exit_with_parent(wait: Callable[[list[Any]], Any] = connection.wait) -> None:
+    # A parent that was killed cannot close its pool; a rank inside a collective would stay.
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

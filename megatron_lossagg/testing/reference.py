@@ -1,0 +1,176 @@
+"""What a loss and its gradient should be: one process, the whole batch, plain loops and autograd.
+
+Shares no code with the plugin, so that the two can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lossagg.testing.global_batch import GlobalBatch
+from megatron_lossagg.testing.layout import Layout
+from megatron_lossagg.testing.model_chunks import build_model_chunks
+from megatron_lossagg.testing.parallel import current_device, initialize_model_parallel
+from megatron_lossagg.testing.parameter_names import named_parameters
+from megatron_lossagg.testing.tiny_gpt import TinyGPT
+
+TokenLossFn = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
+
+
+def reference_loss(
+    losses: torch.Tensor,
+    loss_mask: torch.Tensor,
+    loss_agg_mode: str,
+    *,
+    loss_scale_factor: float | None = None,
+    norm_semantics: str = "sum",
+    sequence_count: str = "valid",
+    sample_mask: torch.Tensor | None = None,
+    unit_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The scalar J of a whole global batch, in float64, straight from the definition of its mode.
+
+    token-mean: sum over tokens / T. token-sum: sum over tokens. seq-mean-token-sum: sum over
+    tokens / B. seq-mean-token-mean: mean over sequences of the mean over tokens.
+    seq-mean-token-sum-norm: sum over tokens / L, and / B if norm_semantics is "seq-mean".
+    unit-mean-token-mean: mean over units of the mean over the unit's tokens.
+    unit-mean-seq-mean-token-mean: mean over units of the mean over its sequences of token means.
+
+    Args:
+        losses: [num_seqs, width], one value per token.
+        loss_mask: [num_seqs, width], non-zero at tokens that count.
+        loss_agg_mode: one of the above.
+        loss_scale_factor: L.
+        norm_semantics: "sum" or "seq-mean".
+        sequence_count: whether B counts sequences with a valid token ("valid") or all ("nominal").
+        sample_mask: [num_seqs], 0 at rows that are padding: they count nowhere.
+        unit_ids: [num_seqs], the unit of each sequence.
+
+    Returns:
+        float64 scalar; exactly 0 if nothing counts.
+    """
+    token_sums, token_counts, units = [], [], []
+    for row in range(losses.shape[0]):
+        if sample_mask is not None and not bool(sample_mask[row]):
+            continue
+        token_sum, token_count = torch.zeros((), dtype=torch.float64), 0
+        for position in range(losses.shape[1]):
+            if bool(loss_mask[row, position]):
+                token_sum = token_sum + losses[row, position].double().cpu()
+                token_count += 1
+        token_sums.append(token_sum)
+        token_counts.append(token_count)
+        units.append(int(unit_ids[row]) if unit_ids is not None else 0)
+
+    def mean_over_sequences_of_token_means(rows: list[int]) -> torch.Tensor:
+        valid = [row for row in rows if token_counts[row] > 0]
+        return _sum(token_sums[row] / token_counts[row] for row in valid) / max(1, len(valid))
+
+    def token_mean(rows: list[int]) -> torch.Tensor:
+        num_tokens = sum(token_counts[row] for row in rows)
+        return _sum(token_sums[row] for row in rows) / max(1, num_tokens)
+
+    everything = list(range(len(token_sums)))
+    num_valid = sum(count > 0 for count in token_counts)
+    num_seqs = max(1, num_valid if sequence_count == "valid" else len(token_sums))
+    if loss_agg_mode == "token-mean":
+        return token_mean(everything)
+    if loss_agg_mode == "token-sum":
+        return _sum(token_sums)
+    if loss_agg_mode == "seq-mean-token-sum":
+        return _sum(token_sums) / num_seqs
+    if loss_agg_mode == "seq-mean-token-mean":
+        return mean_over_sequences_of_token_means(everything) * num_valid / num_seqs
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        if loss_scale_factor is None:
+            raise ValueError("reference_loss: seq-mean-token-sum-norm needs loss_scale_factor")
+        per_length = _sum(token_sums) / loss_scale_factor
+        return per_length / num_seqs if norm_semantics == "seq-mean" else per_length
+    if loss_agg_mode in ("unit-mean-token-mean", "unit-mean-seq-mean-token-mean"):
+        of_unit = (
+            token_mean
+            if loss_agg_mode == "unit-mean-token-mean"
+            else mean_over_sequences_of_token_means
+        )
+        valid_units = {unit for unit, count in zip(units, token_counts, strict=True) if count > 0}
+        means = (of_unit([r for r in everything if units[r] == unit]) for unit in valid_units)
+        return _sum(means) / max(1, len(valid_units))
+    raise ValueError(f"reference_loss: unknown loss_agg_mode {loss_agg_mode!r}")
+
+
+def reference_run(
+    gpt: TinyGPT,
+    batch: GlobalBatch,
+    token_loss_fn: TokenLossFn,
+    loss_agg_mode: str,
+    **mode_arguments: Any,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient of the whole batch by plain autograd: no schedule, no DDP, no microbatches.
+
+    Every rank of the default process group, whatever its size, computes the same on its own.
+
+    Args:
+        gpt: the model; one Megatron `GPTModel` without pipeline.
+        batch: its rows are used in order; the assignment does not matter.
+        token_loss_fn: (logits [num_rows, width, vocab], rows) -> losses [num_rows, width].
+        loss_agg_mode: see `reference_loss`.
+        **mode_arguments: for `reference_loss`. `sample_mask` and `unit_ids` are taken from the
+            rows if they are there.
+
+    Returns:
+        (loss, global parameter name -> gradient).
+    """
+
+    def objective(logits: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        from_rows = {key: rows[key] for key in ("sample_mask", "unit_ids") if key in rows}
+        losses = token_loss_fn(logits, dict(rows))
+        return reference_loss(
+            losses, rows["loss_mask"], loss_agg_mode, **{**from_rows, **mode_arguments}
+        )
+
+    return reference_gradient(gpt, batch, objective)
+
+
+def reference_gradient(
+    gpt: TinyGPT,
+    batch: GlobalBatch,
+    objective: Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor],
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """As `reference_run`, for any scalar function of the logits and the rows of the whole batch.
+
+    Args:
+        gpt: the model.
+        batch: its rows are used in order.
+        objective: (logits [num_rows, width, vocab], rows) -> scalar.
+
+    Returns:
+        (value, global parameter name -> gradient).
+    """
+    if dist.is_initialized():
+        # Data parallelism without DDP: each rank has the whole model, and nothing communicates.
+        layout = Layout(dp=dist.get_world_size())
+    else:
+        layout = Layout()
+    initialize_model_parallel(layout)
+    [model] = build_model_chunks(gpt, layout, wrap_with_ddp=False)
+    rows = {name: tensor.to(current_device()) for name, tensor in batch.rows.items()}
+    logits = model(rows["tokens"], rows["position_ids"], None)
+    loss = objective(logits, rows)
+    if loss.requires_grad:
+        loss.backward()
+    gradients = {
+        name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().cpu().clone()
+        for name, p in named_parameters(model)
+    }
+    return loss.item(), gradients
+
+
+def _sum(terms: Any) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for term in terms:
+        total = total + term
+    return total

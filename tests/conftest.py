@@ -1,0 +1,14 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lossagg.testing import RankPool
+
+
+@pytest.fixture(scope="session")
+def rank_pool():
+    """Four ranks, started once; a test takes as many as its layout needs."""
+    with RankPool(4) as pool:
+        yield pool
