@@ -100,5 +100,5 @@ def agg_loss(
 
 def _divide(total: Tensor, count: int | float | Tensor, valid: Tensor) -> Tensor:
     """Total / count; exactly 0 where both are empty, inf where only the count claims to be."""
-    count = torch.as_tensor(count, device=total.device)
+    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
     return total / torch.where((count == 0) & ~valid.any(), 1, count)

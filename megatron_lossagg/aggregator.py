@@ -7,15 +7,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_lossagg.config import LossAggConfig
 from megatron_lossagg.counts import FINGERPRINT_BITS, GlobalCounts
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.modes import ModeSpec
-from megatron_lossagg.plan import Microbatch, WeightOptions, WeightPlan
+from megatron_lossagg.plan import (
+    Microbatch,
+    WeightOptions,
+    WeightPlan,
+    check_weights_key,
+)
 from megatron_lossagg.schedule import (
     ScheduleContract,
+    check_model_config,
     check_options,
     uses_full_iteration_cuda_graph,
 )
@@ -25,6 +32,7 @@ from megatron_lossagg.stream import (
     install_finalize_check,
     resolve_num_microbatches,
 )
+from megatron_lossagg.weights import check_weight_dtype
 
 
 class LossAggregator:
@@ -40,7 +48,7 @@ class LossAggregator:
         loss_agg_mode: one of `modes.mode_names()`.
         model_config: the model's `TransformerConfig`; `calculate_per_token_loss` selects the
             regime.
-        groups: process groups; None reads Megatron's parallel state at the first step.
+        groups: process groups; None reads Megatron's parallel state, at each step.
         loss_scale_factor: L, required by `seq-mean-token-sum-norm`.
         norm_semantics: "sum" (1/L) or "seq-mean" (1/(B*L)).
         sequence_count: B counts "valid" sequences or "nominal" rows.
@@ -53,7 +61,8 @@ class LossAggregator:
 
     Raises:
         ValueError: an unknown option, or L missing or not above zero.
-        TypeError: `loss_fn` cannot be called, or `weight_dtype` is not floating point.
+        TypeError: `loss_fn` cannot be called, `weight_dtype` cannot hold weights, or `model_config`
+            is not a model's config.
     """
 
     def __init__(
@@ -73,8 +82,9 @@ class LossAggregator:
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}.")
-        if not isinstance(weight_dtype, torch.dtype) or not weight_dtype.is_floating_point:
-            raise TypeError(f"weight_dtype must be a floating-point dtype, got {weight_dtype}.")
+        check_weight_dtype(weight_dtype)
+        check_weights_key(weights_key)
+        check_model_config(model_config)
         check_options(returns=returns, cp_gradient=cp_gradient)
         self.mode_spec = ModeSpec(loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count)
         self.model_config = model_config
@@ -84,7 +94,6 @@ class LossAggregator:
         self._cp_gradient = cp_gradient
         self._returns = returns
         self._weight_dtype = weight_dtype
-        self._prepared: tuple[StepContext, WeightOptions] | None = None
         self._stream = WrappedStream()
 
     @classmethod
@@ -113,7 +122,8 @@ class LossAggregator:
     ) -> Step:
         """Plan a step: starts one all-reduce of 256 bytes over the data-parallel group.
 
-        It does not wait for it. With `counts` nothing is communicated. Every rank that holds data
+        It does not wait for it. With `counts`, which all ranks pass or none, nothing is
+        communicated. Every rank that holds data
         calls it with its own microbatches; a rank without data (middle pipeline stages,
         tensor-parallel ranks that get theirs by broadcast) passes None and the number its schedule
         runs.
@@ -132,6 +142,8 @@ class LossAggregator:
                 honoured.
         """
         context, options = self._prepare()
+        if counts is not None and not isinstance(counts, GlobalCounts):
+            raise TypeError(f"counts must be a GlobalCounts, got {type(counts).__name__}.")
         if microbatches is None:
             groups = context.groups
             if num_microbatches is None:
@@ -145,7 +157,7 @@ class LossAggregator:
                     "counted. Give this rank its microbatches; one without sequences passes "
                     "microbatches whose masks are all 0."
                 )
-            return Step(context, None, resolve_num_microbatches(num_microbatches))
+            return Step(context, None, resolve_num_microbatches(num_microbatches), counts)
         if not isinstance(microbatches, Sequence) or isinstance(microbatches, str | bytes):
             raise TypeError(
                 f"begin_step expects a list of microbatches, got {type(microbatches).__name__}. "
@@ -199,13 +211,14 @@ class LossAggregator:
         install_finalize_check(self.model_config, self.validate)
         return step.loss_func(microbatch, output_tensor, non_loss_data)
 
-    def validate(self) -> None:
+    def validate(self, num_tokens: Tensor | None = None) -> None:
         """`Step.validate` of a wrapped step: one all-reduce over dp x cp on the last stage only.
 
-        The first step installs it in `model_config.finalize_model_grads_func`; a loop without that
-        hook calls it on every rank before the optimizer steps.
+        The first step installs it in `model_config.finalize_model_grads_func`, which gives it the
+        `num_tokens` of the schedule; a loop without that hook calls it on every rank before the
+        optimizer steps.
         """
-        self._stream.validate()
+        self._stream.validate(num_tokens)
 
     def _plan_wrapped_step(self, microbatches: Sequence[Microbatch]) -> tuple[Step, WeightPlan]:
         context, options = self._prepare()
@@ -214,26 +227,24 @@ class LossAggregator:
         return Step(context, plan, len(plan)), plan
 
     def _prepare(self) -> tuple[StepContext, WeightOptions]:
-        """Resolve groups and regime once, when parallel state is there."""
-        if self._prepared is None:
-            groups = ParallelGroups.from_megatron() if self._groups is None else self._groups
-            contract = ScheduleContract.detect(
-                self.model_config, groups, returns=self._returns, cp_gradient=self._cp_gradient
-            )
-            context = StepContext(
-                loss_fn=self._loss_fn,
-                contract=contract,
-                groups=groups,
-                weights_key=self.weights_key,
-                counts_loss_calls=not uses_full_iteration_cuda_graph(self.model_config),
-            )
-            identity = (self.mode_spec, contract.regime, self._cp_gradient, self._weight_dtype)
-            options = WeightOptions(
-                spec=self.mode_spec,
-                weights_key=self.weights_key,
-                weight_dtype=self._weight_dtype,
-                times_num_tokens=contract.returns_num_tokens,
-                fingerprint=zlib.crc32(repr(identity).encode()) >> (32 - FINGERPRINT_BITS),
-            )
-            self._prepared = (context, options)
-        return self._prepared
+        """Resolve groups and regime for a step: neither is remembered, so neither can be stale."""
+        groups = ParallelGroups.from_megatron() if self._groups is None else self._groups
+        contract = ScheduleContract.detect(
+            self.model_config, groups, returns=self._returns, cp_gradient=self._cp_gradient
+        )
+        context = StepContext(
+            loss_fn=self._loss_fn,
+            contract=contract,
+            groups=groups,
+            weights_key=self.weights_key,
+            counts_loss_calls=not uses_full_iteration_cuda_graph(self.model_config),
+        )
+        identity = (self.mode_spec, contract.regime, self._cp_gradient, self._weight_dtype)
+        options = WeightOptions(
+            spec=self.mode_spec,
+            weights_key=self.weights_key,
+            weight_dtype=self._weight_dtype,
+            times_num_tokens=contract.returns_num_tokens,
+            fingerprint=zlib.crc32(repr(identity).encode()) >> (32 - FINGERPRINT_BITS),
+        )
+        return context, options

@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.plan import check_weights_key
 from megatron_lossagg.schedule import check_options
-
-_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+from megatron_lossagg.weights import WEIGHT_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +42,16 @@ class LossAggConfig:
     """"float32", "float64" or "bfloat16"."""
 
     def __post_init__(self) -> None:
-        ModeSpec(
+        spec = ModeSpec(
             self.loss_agg_mode, self.loss_scale_factor, self.norm_semantics, self.sequence_count
         )
+        object.__setattr__(self, "loss_scale_factor", spec.loss_scale_factor)  # a plain float
         check_options(returns=self.returns, cp_gradient=self.cp_gradient)
-        if self.weight_dtype not in _DTYPES:
+        check_weights_key(self.weights_key)
+        if not isinstance(self.weight_dtype, str) or self.weight_dtype not in WEIGHT_DTYPES:
             raise ValueError(
                 f"weight_dtype={self.weight_dtype!r} does not exist; expected one of "
-                f"{', '.join(_DTYPES)}."
+                f"{', '.join(WEIGHT_DTYPES)}."
             )
 
     @classmethod
@@ -62,10 +62,10 @@ class LossAggConfig:
                 f"Expected a mapping of LossAggConfig options, got {type(values).__name__}."
             )
         known = [f.name for f in fields(cls)]
-        unknown = sorted(set(values) - set(known))
+        unknown = sorted(str(key) for key in values if key not in known)
         if unknown:
             raise ValueError(
-                f"Unknown LossAggConfig option(s) {', '.join(map(str, unknown))}; known ones: "
+                f"Unknown LossAggConfig option(s) {', '.join(unknown)}; known ones: "
                 f"{', '.join(known)}."
             )
         if "loss_agg_mode" not in values:
@@ -77,15 +77,19 @@ class LossAggConfig:
         """Read a YAML file: the options at its top level, or under the key `loss_agg`.
 
         Needs PyYAML (the extra `config`).
+
+        Raises:
+            ValueError: the path, and what is wrong with the file.
         """
         import yaml
 
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        if isinstance(values, Mapping) and "loss_agg" in values:
-            values = values["loss_agg"]
+        text = Path(path).read_text(encoding="utf-8")
         try:
+            values = yaml.safe_load(text)
+            if isinstance(values, Mapping) and "loss_agg" in values:
+                values = values["loss_agg"]
             return cls.from_dict(values)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, yaml.YAMLError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,4 +104,4 @@ class LossAggConfig:
 
     def aggregator_arguments(self) -> dict[str, Any]:
         """The keyword arguments for `LossAggregator`."""
-        return self.to_dict() | {"weight_dtype": _DTYPES[self.weight_dtype]}
+        return self.to_dict() | {"weight_dtype": WEIGHT_DTYPES[self.weight_dtype]}

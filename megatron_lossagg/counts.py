@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -36,15 +37,17 @@ def _as_count(name: str, value: Any) -> Tensor:
             raise ValueError(
                 f"GlobalCounts.{name} must be one number, got shape {tuple(value.shape)}."
             )
+        if value.device.type == "cpu" and int(value) < 0:
+            raise ValueError(f"GlobalCounts.{name} must be >= 0, got {int(value)}.")
         return value.reshape(()).to(torch.int64)
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(
             f"GlobalCounts.{name} must be an int or an integer tensor, got {value!r} of type "
             f"{type(value).__name__}. Counts are exact: do not pass floats."
         )
     if value < 0:
         raise ValueError(f"GlobalCounts.{name} must be >= 0, got {value}.")
-    return torch.tensor(value, dtype=torch.int64)
+    return torch.tensor(int(value), dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,13 @@ def valid_tokens(loss_mask: Tensor, sample_mask: Tensor | None = None) -> Tensor
         sample_mask: [b]; 0 marks a row that only pads the batch.
 
     Raises:
+        TypeError: not tensors.
         ValueError: wrong shapes, or (on the CPU, where looking costs nothing) other values. On a
             GPU other values are counted and raise in the step's `validate`.
     """
+    for name, mask in {"loss_mask": loss_mask, "sample_mask": sample_mask}.items():
+        if not isinstance(mask, Tensor) and not (name == "sample_mask" and mask is None):
+            raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}.")
     if loss_mask.dim() != 2:
         raise ValueError(
             f"loss_mask must have shape [b, s], one sequence per row; got {tuple(loss_mask.shape)}."
@@ -140,12 +147,18 @@ def count_local(
     fingerprint: int = 0,
 ) -> LocalCounts:
     """Count this rank's masks. Does not communicate."""
-    if isinstance(loss_masks, Tensor) or not loss_masks:
+    if not isinstance(loss_masks, Sequence) or not loss_masks:
+        size = "empty " if isinstance(loss_masks, Sequence) else ""
         raise ValueError(
-            "Expected a non-empty list of loss masks [b, s], one per microbatch; got "
-            f"{type(loss_masks).__name__} of length {len(loss_masks)}."
+            "Expected a non-empty list of loss masks [b, s], one per microbatch; got: "
+            f"{size}{type(loss_masks).__name__}."
         )
     sample_masks = [None] * len(loss_masks) if sample_masks is None else sample_masks
+    if len(sample_masks) != len(loss_masks):
+        raise ValueError(
+            f"Got {len(sample_masks)} sample_masks for {len(loss_masks)} loss masks; pass one per "
+            "microbatch (None where all rows are real)."
+        )
     valid = [valid_tokens(m, s) for m, s in zip(loss_masks, sample_masks, strict=True)]
     of_rows = [v.sum(dim=1) for v in valid]
     all_rows = torch.cat(of_rows)
@@ -208,6 +221,19 @@ def start_reduction(local: LocalCounts, groups: ParallelGroups) -> PendingCounts
     device = communication_device(groups.dp, local.vector.device)
     vector = local.vector.to(device, copy=True)  # the local counts stay what they are
     return PendingCounts(vector, all_reduce_sum(vector, groups.dp, async_op=True))
+
+
+def check_given_counts(counts: GlobalCounts, local: LocalCounts) -> None:
+    """Raise LossAggError if a caller's counts are below this rank's own. Waits for the device."""
+    held_here = local.vector[_HEADER : _HEADER + 3].tolist()
+    for name, held in zip(("num_tokens", "num_valid_seqs", "num_seqs"), held_here, strict=True):
+        given = int(getattr(counts, name))
+        if given < held:
+            raise LossAggError(
+                f"counts says {name}={given}, but this rank's microbatches alone hold {held}. Pass "
+                "the counts of the whole global batch (all ranks and microbatches of the step), or "
+                "leave counts out."
+            )
 
 
 def count_global_batch(

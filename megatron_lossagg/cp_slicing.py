@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.errors import LossAggError, keys_or_type
 from megatron_lossagg.groups import ParallelGroups
 
 
@@ -30,7 +30,7 @@ def slice_for_cp(
         A new dict; the argument is not changed.
 
     Raises:
-        ValueError: the width is not a multiple of 2C, or no field tells it.
+        ValueError: the width is not a multiple of 2C, or no field tells it, or fields differ.
         LossAggError: packed sequences, which are cut per sequence.
     """
     groups = ParallelGroups.from_megatron() if groups is None else groups
@@ -54,14 +54,22 @@ def slice_for_cp(
 
 
 def _row_width(microbatch: Mapping[str, Any]) -> int:
-    for key in ("loss_mask", "tokens", "labels"):
+    widths = {}
+    for key in ("loss_mask", "tokens", "labels", "position_ids"):
         value = microbatch.get(key)
         if isinstance(value, Tensor) and value.dim() >= 2:
-            return value.shape[1]
-    raise ValueError(
-        "slice_for_cp cannot tell the row width: expected 'loss_mask', 'tokens' or 'labels' of "
-        f"shape [b, s]; the microbatch has {sorted(microbatch)}."
-    )
+            widths[key] = value.shape[1]
+    if not widths:
+        raise ValueError(
+            "slice_for_cp cannot tell the row width: expected 'loss_mask', 'tokens' or 'labels' of "
+            f"shape [b, s]; the microbatch has {keys_or_type(microbatch)}."
+        )
+    if len(set(widths.values())) > 1:
+        raise ValueError(
+            f"slice_for_cp needs rows of one width, got {widths}: what is cut must stay aligned. "
+            "Trim or pad the fields to one width."
+        )
+    return next(iter(widths.values()))
 
 
 def _has_width(key: str, value: Any, width: int) -> bool:

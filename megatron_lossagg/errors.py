@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class LossAggError(RuntimeError):
     """Raised when a step, a schedule or a parallel layout cannot be honoured.
@@ -11,3 +14,8 @@ class LossAggError(RuntimeError):
     planned, a checksum that is off. The message says what was found, what was expected and what to
     do.
     """
+
+
+def keys_or_type(value: Any) -> str:
+    """What a message says about a value that should be a certain dict: its keys, or its type."""
+    return ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__

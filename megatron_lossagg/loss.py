@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.errors import LossAggError, keys_or_type
 
 
 def masked_weighted_sum(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,14 +34,24 @@ def masked_weighted_sum(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor
 
 
 def weights_of(microbatch: Mapping[str, Any], weights_key: str) -> Tensor:
-    """The weights that a planned microbatch carries; raises LossAggError if it carries none."""
+    """The weights that a planned microbatch carries.
+
+    Raises:
+        LossAggError: it carries none. TypeError: what it carries is not floating point.
+    """
     weights = microbatch.get(weights_key) if isinstance(microbatch, Mapping) else None
     if weights is None:
-        found = sorted(microbatch) if isinstance(microbatch, Mapping) else type(microbatch).__name__
         raise LossAggError(
             f"The microbatch given to loss_func carries no weights under {weights_key!r} (found: "
-            f"{found}). Take microbatches from step.data_iterator(...) or from "
+            f"{keys_or_type(microbatch)}). Take microbatches from step.data_iterator(...) or from "
             "aggregator.wrap(...), and keep that field through get_batch and slicing."
+        )
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        found = str(weights.dtype) if isinstance(weights, Tensor) else type(weights).__name__
+        raise TypeError(
+            f"The field {weights_key!r} given to loss_func is {found}, but weights are fractions: "
+            "pass the tensor that the wrapped iterator yields, and keep it in floating point where "
+            "get_batch broadcasts it."
         )
     return weights
 
@@ -56,7 +66,7 @@ def check_token_losses(losses: Any, weights: Tensor) -> None:
         hint = (
             "It looks reduced already: return the loss of every token and leave the sum to the "
             "plugin."
-            if losses.numel() == 1 and weights.numel() != 1
+            if losses.dim() < weights.dim()
             else "If context parallelism is on, slice mask, weights and labels together with "
             "slice_for_cp; otherwise check the mask's width."
         )

@@ -1,8 +1,8 @@
 """A loss aggregation mode is a name and a factor per sequence, computed from counts.
 
 Let T be the valid tokens, B the sequences of the global batch, n_s the valid tokens of sequence s
-and
-L the `loss_scale_factor`. Every mode is a weight per valid token, `J = sum_s sum_t w_st * l_st`:
+and L the `loss_scale_factor`. Every mode is a weight per valid token,
+`J = sum_s sum_t w_st * l_st`:
 
     token-mean                                  w = 1 / T            sum of w = 1
     token-sum                                   w = 1                sum of w = T
@@ -17,9 +17,9 @@ factor per sequence. A count of zero gives a weight of zero, never a division by
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ def mode_names() -> tuple[str, ...]:
 
 def get_mode(loss_agg_mode: str) -> AggregationMode:
     """Look a mode up by name; raises ValueError naming the known ones."""
-    if loss_agg_mode not in _MODES:
+    if not isinstance(loss_agg_mode, str) or loss_agg_mode not in _MODES:
         raise ValueError(
             f"Unknown loss_agg_mode {loss_agg_mode!r}; expected one of {', '.join(_MODES)}."
         )
@@ -133,15 +133,16 @@ def check_norm_semantics(norm_semantics: str) -> None:
 
 
 def check_loss_scale_factor(loss_scale_factor: float) -> None:
-    """Raise unless L is a finite number above zero."""
-    if isinstance(loss_scale_factor, bool) or not isinstance(loss_scale_factor, int | float):
+    """Raise unless L is a number above zero whose reciprocal a float32 weight can hold."""
+    if isinstance(loss_scale_factor, bool) or not isinstance(loss_scale_factor, Real):
         raise TypeError(
-            f"loss_scale_factor must be a number, got {type(loss_scale_factor).__name__}."
+            f"loss_scale_factor must be a number, got {loss_scale_factor!r} of type "
+            f"{type(loss_scale_factor).__name__}."
         )
-    if not math.isfinite(loss_scale_factor) or loss_scale_factor <= 0:
+    if not 1e-30 <= loss_scale_factor <= 1e30:
         raise ValueError(
             f"loss_scale_factor={loss_scale_factor} cannot divide a loss; pass a finite number > "
-            "0, usually the maximum response length."
+            "0 (and within 1e-30 to 1e30), usually the maximum response length."
         )
 
 
@@ -172,6 +173,8 @@ class ModeSpec:
             )
         if self.loss_scale_factor is not None:
             check_loss_scale_factor(self.loss_scale_factor)
+            # 4, 4.0 and numpy's 4 are one configuration: ranks compare specs by their text.
+            object.__setattr__(self, "loss_scale_factor", float(self.loss_scale_factor))
         elif self.loss_agg_mode == "seq-mean-token-sum-norm":
             raise ValueError(
                 "loss_agg_mode='seq-mean-token-sum-norm' needs loss_scale_factor, a number > 0: "

@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.counts import GlobalCounts, PendingCounts, count_local, start_reduction
-from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.counts import (
+    GlobalCounts,
+    PendingCounts,
+    check_given_counts,
+    count_local,
+    start_reduction,
+)
+from megatron_lossagg.errors import LossAggError, keys_or_type
 from megatron_lossagg.groups import ParallelGroups, communication_device
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.weights import weights_of_rows
@@ -21,6 +27,16 @@ Microbatch = Mapping[str, Any]
 # cut every field, would break on them.
 COUNTING_KEYS = ("sample_mask",)
 UNSUPPORTED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "unit_ids")
+
+
+def check_weights_key(weights_key: Any) -> None:
+    """Raise ValueError unless it can name the field of the weights."""
+    reserved = (*COUNTING_KEYS, *UNSUPPORTED_KEYS)
+    if not isinstance(weights_key, str) or not weights_key or weights_key in reserved:
+        raise ValueError(
+            f"weights_key={weights_key!r} cannot name the field of the weights; pass 'loss_mask' "
+            f"or a name of your own ({', '.join(reserved)} have other meanings)."
+        )
 
 
 @dataclass(frozen=True)
@@ -83,9 +99,14 @@ class WeightPlan:
         return self._counts
 
     def check_counts(self) -> None:
-        """Raise LossAggError if ranks were configured differently. Waits for the device."""
+        """Raise LossAggError if the counts cannot be right. Waits for the device.
+
+        Counted: ranks were configured differently. Given: smaller than what this rank holds.
+        """
         if self._pending is not None:
             self._pending.check()
+        else:
+            check_given_counts(self.counts, self._local)
 
     def expected_weight_sum(self) -> Tensor:
         """The mode's checksum, times T under R3; float64, shape []."""
@@ -127,8 +148,8 @@ def _checked(microbatch: Any, index: int, options: WeightOptions) -> Microbatch:
         )
     if microbatch.get("loss_mask") is None:
         raise ValueError(
-            f"Microbatch {index} has no 'loss_mask'; its keys are {sorted(microbatch)}. Add the "
-            "mask [b, s] of the tokens that count, aligned with the labels."
+            f"Microbatch {index} has no 'loss_mask'; its keys are {keys_or_type(microbatch)}. "
+            "Add the mask [b, s] of the tokens that count, aligned with the labels."
         )
     if options.weights_key != "loss_mask" and options.weights_key in microbatch:
         raise ValueError(

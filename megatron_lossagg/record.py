@@ -14,23 +14,34 @@ from megatron_lossagg.schedule import ScheduleContract
 
 
 @dataclass
+class TakenCount:
+    """How many microbatches one data iterator has handed out."""
+
+    value: int = 0
+
+
+@dataclass
 class PassRecord:
     """One run of the schedule over a step.
 
     Attributes:
-        num_taken: microbatches taken from each data iterator that was handed out.
+        taken: what each data iterator that was handed out has yielded.
         num_loss_calls: calls of `loss_func`.
         weight_sums: sum of the weights that each call saw, float64.
         returned: per call, the value that was returned and an alias of the tensor that was
             returned, which the schedule rescales in place.
+        num_tokens: what each call with a gradient returned as its number of tokens (R3).
         coarsest_eps: the largest machine epsilon among the weights' dtypes.
+        is_validated: whether `validate` has looked at it: what happens afterwards is a new pass.
     """
 
-    num_taken: list[int] = field(default_factory=list)
+    taken: list[TakenCount] = field(default_factory=list)
     num_loss_calls: int = 0
     weight_sums: list[Tensor] = field(default_factory=list)
     returned: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    num_tokens: list[Tensor] = field(default_factory=list)
     coarsest_eps: float = 0.0
+    is_validated: bool = False
 
     def add_loss_call(self, weights: Tensor) -> None:
         """Note a call of `loss_func`; no value is read."""
@@ -45,13 +56,14 @@ def local_problems(
     num_microbatches: int,
     *,
     loss_is_expected: bool,
+    schedule_num_tokens: Tensor | None = None,
 ) -> list[str]:
     """What this rank alone can see to be wrong with a pass. Does not communicate."""
     problems = []
-    for num_taken in record.num_taken:
-        if num_taken != num_microbatches:
+    for taken in record.taken:
+        if taken.value != num_microbatches:
             problems.append(
-                f"the schedule took {num_taken} microbatches from a data iterator, but the step "
+                f"the schedule took {taken.value} microbatches from a data iterator, but the step "
                 f"was planned for {num_microbatches}. Pass num_microbatches=step.num_microbatches "
                 "to the schedule (or a num_microbatches to wrap() that gives what the schedule is "
                 "called with): any other number silently scales the gradient"
@@ -63,10 +75,19 @@ def local_problems(
             "microbatch) from forward_step for every microbatch, and give the schedule the step's "
             "number of them"
         )
+    if schedule_num_tokens is not None and record.num_tokens:
+        # Several steps, each complete, in one run: in R3 the schedule rescales no loss.
+        summed_up, returned = int(schedule_num_tokens), int(torch.stack(record.num_tokens).sum())
+        if summed_up != returned:
+            problems.append(
+                f"the schedule summed up {summed_up} tokens on this rank, but the step's loss_func "
+                f"returned {returned}: it ran with another num_microbatches than the step's "
+                f"{num_microbatches}"
+            )
     if record.returned:
-        found = _rescaling_found(record.returned)
         expected = contract.schedule_factor(num_microbatches)
-        if found is not None and abs(found - expected) > 1e-3 * expected:
+        found = _other_rescaling(record.returned, expected)
+        if found is not None:
             problems.append(
                 f"the schedule rescaled the returned loss by {found:.6g}, expected {expected:.6g} "
                 f"in regime {contract.regime} (context-parallel size {contract.cp_size}, "
@@ -76,13 +97,16 @@ def local_problems(
     return problems
 
 
-def _rescaling_found(returned: list[tuple[Tensor, Tensor]]) -> float | None:
-    """The factor that the schedule applied in place; None where every loss is 0 or not finite."""
-    values = torch.stack(
-        [torch.stack([value, alias]).double() for value, alias in returned]
-    ).tolist()
-    for value, alias in values:
-        if value != 0 and value == value and abs(value) != float("inf"):
+def _other_rescaling(returned: list[tuple[Tensor, Tensor]], expected: float) -> float | None:
+    """A factor that the schedule applied in place to some loss if it is not `expected`, else None.
+
+    Losses that are 0, not finite, or too small to be rescaled without rounding tell nothing.
+    """
+    pairs = torch.stack([torch.stack([value, alias]) for value, alias in returned])
+    info = torch.finfo(pairs.dtype)
+    for value, alias in pairs.double().tolist():
+        is_telling = info.tiny / info.eps < abs(value) < float("inf")
+        if is_telling and not abs(alias / value - expected) <= 1e-3 * expected:
             return alias / value
     return None
 
@@ -122,11 +146,14 @@ def check_with_others(
         return
     expected = plan.expected_weight_sum().item()
     found /= contract.cp_copies
-    if abs(found - expected) > 16 * max(record.coarsest_eps, 1e-12) * max(abs(expected), 1e-300):
+    # Each weight is rounded once (half an epsilon); the sum is float64.
+    tolerance = max(record.coarsest_eps, 1e-12) * abs(expected)
+    if not abs(found - expected) <= tolerance:  # in this order, so that a NaN raises
         raise LossAggError(
             f"The weights that loss_func saw sum to {found:.9g} over the global batch, but the "
             f"mode's checksum is {expected:.9g}. A microbatch was lost, repeated or altered "
-            "between the plan and the loss: check that weights are sliced over context-parallel "
+            "between the plan and the loss: check that loss_func is given this step's microbatches "
+            "with the weights that they carry, that weights are sliced over context-parallel "
             f"ranks exactly as the losses are (here cp size {contract.cp_size}, "
             f"cp_gradient={contract.cp_gradient!r}) and that `dp` is the group over which "
             "different data is spread."

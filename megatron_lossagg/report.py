@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.errors import LossAggError, keys_or_type
 from megatron_lossagg.groups import (
     ParallelGroups,
     all_reduce_sum,
@@ -22,6 +22,7 @@ def reduce_reports(
     names: Sequence[str],
     groups: ParallelGroups,
     *,
+    num_reports: int | None = None,
     evidence_of_tokens: Tensor,
     broadcast_over_pipeline: bool = True,
 ) -> Tensor | None:
@@ -32,46 +33,70 @@ def reduce_reports(
             each value a [2] tensor of numerator and denominator; empty elsewhere.
         names: the entries, in the order of the result; the same on every rank.
         groups: the process groups.
+        num_reports: how many the schedule must have returned on a last-stage rank: M. None: at
+            least one.
         evidence_of_tokens: float64, shape [], above zero if this rank knows of a valid token; it
             travels along so that ranks without data learn whether the batch is empty.
         broadcast_over_pipeline: also give the other stages the numbers. Without it they get None.
 
     Returns:
         float64 [len(names) + 1, 2]: numerators and denominators of the global batch; the last row
-        is the summed evidence and 0.
+        is the summed evidence and the number of last-stage ranks whose reports were wrong, 0.
 
     Raises:
-        LossAggError: a last-stage rank brings no reports, or one lacks an entry.
+        LossAggError: on every rank that gets numbers, if a last-stage rank brings no reports,
+            another number of them or one that lacks an entry. Such a rank joins the collectives
+            first, so that none waits for it.
     """
     device = torch.device("cpu")
+    problem = None
     totals = torch.zeros(len(names) + 1, 2, dtype=torch.float64)
     if groups.is_last_stage:
-        if not forward_data_store:
-            raise LossAggError(
-                "report() got an empty list on a last-stage rank; pass what the schedule returned "
-                "there (one dict per microbatch)."
-            )
-        reports = torch.stack([_pairs(entry, names) for entry in forward_data_store]).sum(dim=0)
-        device = reports.device
-        evidence = evidence_of_tokens.to(device)
-        totals = torch.cat([reports, torch.stack([evidence, torch.zeros_like(evidence)])[None]])
+        problem = _problem(forward_data_store, names, num_reports)
+        if problem is None:
+            reports = torch.stack(
+                [
+                    torch.stack([entry[name].double() for name in names])
+                    for entry in forward_data_store
+                ]
+            ).sum(dim=0)
+            device = reports.device
+            evidence = evidence_of_tokens.to(device)
+            totals = torch.cat([reports, torch.stack([evidence, torch.zeros_like(evidence)])[None]])
+        else:
+            totals[-1, 1] = 1.0
         totals = totals.to(communication_device(groups.dp_cp, device))
         all_reduce_sum(totals, groups.dp_cp)
-    if groups.pp_size == 1:
-        return totals
-    if not broadcast_over_pipeline:
-        return totals if groups.is_last_stage else None
-    totals = totals.to(communication_device(groups.pp, device))
-    broadcast_from_last(totals, groups.pp)
+    if groups.pp_size > 1 and broadcast_over_pipeline:
+        totals = totals.to(communication_device(groups.pp, device))
+        broadcast_from_last(totals, groups.pp)
+    elif not groups.is_last_stage:
+        return None
+    totals = totals.cpu()
+    if problem is not None:
+        raise LossAggError(problem)
+    if totals[-1, 1] > 0:
+        raise LossAggError(
+            f"report() failed on {int(totals[-1, 1])} last-stage rank(s), whose message says why; "
+            "the sum over ranks would be wrong."
+        )
     return totals
 
 
-def _pairs(entry: Any, names: Sequence[str]) -> Tensor:
-    """One microbatch's [len(names), 2] of numerators and denominators in float64."""
-    missing = [n for n in names if not isinstance(entry, Mapping) or n not in entry]
-    if missing:
-        raise LossAggError(
-            f"A report of the schedule lacks {', '.join(missing)}; expected the dicts that this "
-            "step's loss_func returned."
+def _problem(forward_data_store: Any, names: Sequence[str], num_reports: int | None) -> str | None:
+    """What is wrong with the reports of a last-stage rank, or None. Looks at no value."""
+    size = len(forward_data_store) if isinstance(forward_data_store, Sequence) else 0
+    if size == 0 or (num_reports is not None and size != num_reports):
+        wanted = "" if num_reports is None else f" {num_reports}"
+        return (
+            f"report() expects on a last-stage rank what the schedule returned: a list of{wanted} "
+            f"dicts, one per microbatch; got a {type(forward_data_store).__name__} of {size}."
         )
-    return torch.stack([entry[name].double() for name in names])
+    for entry in forward_data_store:
+        pairs = [entry.get(name) if isinstance(entry, Mapping) else None for name in names]
+        if not all(isinstance(pair, Tensor) and pair.shape == (2,) for pair in pairs):
+            return (
+                "report() expects the dicts that this step's loss_func returned, with [numerator, "
+                f"denominator] under {', '.join(names)}; got an entry with {keys_or_type(entry)}."
+            )
+    return None

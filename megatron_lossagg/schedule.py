@@ -2,12 +2,12 @@
 
 S is this rank's and microbatch's partial sum of w * l, M the microbatches of the schedule call, D
 the data-parallel and C the context-parallel size (read in `forward_step_calc_loss`,
-`finalize_model_grads` and `DistributedDataParallel` of megatron-core 0.13 to 0.19):
+`finalize_model_grads` and `DistributedDataParallel` of megatron-core 0.13 to 0.19), and n the valid
+tokens of this rank's part of the microbatch:
 
     regime  calculate_per_token_loss  schedule   DDP              finalize             so return
     R1      False                     x C, / M   mean over D * C  -                    S * M * D
-    R3      True                      -          sum over D * C   / sum of n over all  S * T,
-    n_local
+    R3      True                      -          sum over D * C   / sum of n over all  S * T, n
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class ScheduleContract:
             LossAggError: a configuration whose gradient would not be that of the global batch.
         """
         check_options(returns=returns, cp_gradient=cp_gradient)
-        per_token = bool(getattr(model_config, "calculate_per_token_loss", False))
+        check_model_config(model_config)
+        per_token = bool(model_config.calculate_per_token_loss)
         if returns == "loss" and per_token:
             raise LossAggError(
                 "returns='loss' with calculate_per_token_loss=True: Megatron's finalize would "
@@ -104,6 +105,16 @@ class ScheduleContract:
     def schedule_factor(self, num_microbatches: int) -> float:
         """What the schedule multiplies the returned loss by: C / M in R1, nothing in R3."""
         return 1.0 if self.regime == "R3" else self.cp_size / num_microbatches
+
+
+def check_model_config(model_config: Any) -> None:
+    """Raise TypeError unless the flag that decides the regime can be read from it."""
+    if not hasattr(model_config, "calculate_per_token_loss"):
+        raise TypeError(
+            "model_config must be the model's TransformerConfig, got "
+            f"{type(model_config).__name__} without calculate_per_token_loss. Pass "
+            "get_model_config(model), the object that the schedule reads."
+        )
 
 
 def check_options(*, returns: str, cp_gradient: str) -> None:

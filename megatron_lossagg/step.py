@@ -16,6 +16,7 @@ from megatron_lossagg.loss import check_token_losses, masked_weighted_sum, weigh
 from megatron_lossagg.plan import Microbatch, WeightPlan
 from megatron_lossagg.record import (
     PassRecord,
+    TakenCount,
     check_with_others,
     local_problems,
     raise_problems,
@@ -53,23 +54,30 @@ class Step:
     """
 
     def __init__(
-        self, context: StepContext, plan: WeightPlan | None, num_microbatches: int
+        self,
+        context: StepContext,
+        plan: WeightPlan | None,
+        num_microbatches: int,
+        known_counts: GlobalCounts | None = None,
     ) -> None:
         self._context = context
         self._plan = plan
+        self._known_counts = known_counts
         self.num_microbatches = num_microbatches
         self._record = PassRecord()
         self._reported_empty: bool | None = None
 
     @property
     def counts(self) -> GlobalCounts:
-        """Counts of the global batch. Raises LossAggError on a rank that has no data."""
-        if self._plan is None:
-            raise LossAggError(
-                "This rank was given no microbatches, so it takes part in no count. Read counts on "
-                "a rank with data, or pass counts=GlobalCounts(...) with the microbatches."
-            )
-        return self._plan.counts
+        """Counts of the global batch. Raises LossAggError on a rank that cannot know them."""
+        if self._plan is not None:
+            return self._plan.counts
+        if self._known_counts is not None:
+            return self._known_counts
+        raise LossAggError(
+            "This rank was given no microbatches, so it takes part in no count. Read counts on a "
+            "rank with data, or pass counts=GlobalCounts(...) to begin_step on every rank."
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -79,8 +87,8 @@ class Step:
         """
         if self._reported_empty is not None:
             return self._reported_empty
-        if self._plan is not None:
-            return int(self._plan.counts.num_tokens) == 0
+        if self._plan is not None or self._known_counts is not None:
+            return int(self.counts.num_tokens) == 0
         raise LossAggError(
             "is_empty is not known yet on a rank without data; call step.report(...) first, on "
             "every rank."
@@ -115,25 +123,22 @@ class Step:
         """Forget what an earlier run of the schedule over this step did."""
         self._record = PassRecord()
 
-    def add_iterator(self) -> int:
-        """Register one more iterator in the record; returns its place there."""
-        self._record.num_taken.append(0)
-        return len(self._record.num_taken) - 1
+    def add_iterator(self) -> TakenCount:
+        """Register one more iterator; it counts there what it hands out."""
+        if self._record.is_validated:
+            self.start_pass()
+        self._record.taken.append(TakenCount())
+        return self._record.taken[-1]
 
-    def note_taken(self, place: int) -> None:
-        """Note that an iterator hands out its next microbatch."""
-        self._record.num_taken[place] += 1
-
-    def _iterate(self, place: int) -> Iterator[dict[str, Any]]:
+    def _iterate(self, taken: TakenCount) -> Iterator[dict[str, Any]]:
         assert self._plan is not None
-        record = self._record
         for index in range(len(self._plan)):
-            record.num_taken[place] += 1
+            taken.value += 1
             yield self._plan.microbatch(index)
         raise LossAggError(
-            f"The schedule asked for more than the {len(self._plan)} microbatches of this step. "
-            "Call it with num_microbatches=step.num_microbatches, and step.data_iterator(...) anew "
-            "for each run."
+            f"More than the {len(self._plan)} microbatches of this step were asked for. Call the "
+            "schedule with num_microbatches=step.num_microbatches, and step.data_iterator(...) "
+            "anew for each run; a loop of your own goes over step.microbatches."
         )
 
     def loss_func(
@@ -151,15 +156,17 @@ class Step:
             non_loss_data: what `collect_non_loss_data=True` sets; then only the report is returned.
 
         Returns:
-            R1: (S * M * D, report). R3: (S * T, number of valid tokens as int32, report). The report
-            is {"loss": [numerator, denominator]}, summed by `report` or by Megatron-LM's train_step;
-            it is a copy, which the schedule's in-place rescaling does not reach.
+            R1: (S * M * D, report). R3: (S * T, number of valid tokens as int32, report). The
+            report is a copy that the schedule's in-place rescaling does not reach: {"loss":
+            [numerator, denominator]}, to be summed by `report` or Megatron-LM's train_step.
         """
         context, contract = self._context, self._context.contract
         weights = weights_of(microbatch, context.weights_key)
         losses = context.loss_fn(output_tensor, microbatch)
         check_token_losses(losses, weights)
         partial_sum, is_counted = masked_weighted_sum(losses, weights)
+        if self._record.is_validated:
+            self.start_pass()
         self._record.add_loss_call(weights)
 
         if contract.returns_num_tokens:
@@ -177,27 +184,38 @@ class Step:
         loss = partial_sum * contract.loss_factor(self.num_microbatches)
         self._record.returned.append((loss.detach().clone(), loss.detach()))
         if contract.returns_num_tokens:
+            if loss.requires_grad:
+                self._record.num_tokens.append(num_tokens)
             return loss, num_tokens, report
         return loss, report
 
-    def validate(self) -> None:
+    def validate(self, num_tokens: Tensor | None = None) -> None:
         """Check the last run of the schedule: one all-reduce over dp x cp, on the last stage only.
 
-        Call it on every rank before `optimizer.step()`. It compares the microbatches that the
-        schedule took with M, what the schedule did to the returned loss with what the regime says,
-        and the sum of all weights with the mode's checksum. It waits for the device.
+        Call it on every rank before `optimizer.step()`; what happens afterwards is a new run. It
+        compares the microbatches that the schedule took with M, what the schedule did to the
+        returned loss with what the regime says, and the sum of all weights with the mode's
+        checksum. It waits for the device.
+
+        Args:
+            num_tokens: the tokens that the schedule summed up on this rank for
+                `finalize_model_grads` (R3), if they are known.
 
         Raises:
             LossAggError: on every rank of the group if one of them found a fault; the gradients are
                 wrong then and the optimizer must not step.
         """
         context, groups = self._context, self._context.groups
+        if self._record.is_validated:
+            num_tokens = None  # it belongs to a run of another step
+        self._record.is_validated = True
         loss_is_expected = groups.is_last_stage and context.counts_loss_calls
         problems = local_problems(
             self._record,
             context.contract,
             self.num_microbatches,
             loss_is_expected=loss_is_expected,
+            schedule_num_tokens=num_tokens if loss_is_expected else None,
         )
         if self._plan is not None:
             problems += self._count_problems()
@@ -248,6 +266,7 @@ class Step:
             forward_data_store,
             ("loss",),
             self._context.groups,
+            num_reports=self.num_microbatches,
             evidence_of_tokens=self._evidence_of_tokens(),
             broadcast_over_pipeline=broadcast_over_pipeline,
         )
@@ -260,8 +279,8 @@ class Step:
 
     def _evidence_of_tokens(self) -> Tensor:
         """Above zero, after a sum over ranks, exactly if the global batch has a valid token."""
-        if self._plan is not None:
-            return self._plan.counts.num_tokens.double()
+        if self._plan is not None or self._known_counts is not None:
+            return self.counts.num_tokens.double()
         if self._record.weight_sums:
             return torch.stack(self._record.weight_sums).sum()
         return torch.zeros((), dtype=torch.float64)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from numbers import Integral
 from typing import Any
+
+from torch import Tensor
 
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.plan import Microbatch, WeightPlan
@@ -12,6 +15,7 @@ from megatron_lossagg.step import Step
 
 NumMicrobatches = int | Callable[[], int]
 PlanStep = Callable[[Sequence[Microbatch]], tuple[Step, WeightPlan]]
+FinalizeCheck = Callable[[Tensor | None], None]
 
 
 class WrappedStream:
@@ -25,6 +29,10 @@ class WrappedStream:
     def wrap(self, data_iterator: Any, num_microbatches: NumMicrobatches, plan: PlanStep) -> Any:
         """Wrap one iterator, a list of chunk iterators (each may be None), or None."""
         iterators = data_iterator if isinstance(data_iterator, list | tuple) else [data_iterator]
+        if not iterators:
+            raise ValueError(
+                "wrap got an empty list; expected one iterator (or None) per model chunk."
+            )
         siblings = _Siblings(self, num_microbatches, plan)
         wrapped = [None if it is None else siblings.add(it) for it in iterators]
         if any(it is not None for it in wrapped):
@@ -49,11 +57,10 @@ class WrappedStream:
             )
         return self._active
 
-    def validate(self) -> None:
-        """Check the pass that ended, if any, and start a new one over the same step."""
+    def validate(self, num_tokens: Tensor | None = None) -> None:
+        """Check the pass that ended, if any."""
         if self._active is not None:
-            self._active.validate()
-            self._active.start_pass()
+            self._active.validate(num_tokens)
 
     def _step_without_data(self, make_step: Callable[[int], Step]) -> Step:
         """A step of a rank that gets its weights by broadcast; a new one after M calls."""
@@ -62,7 +69,7 @@ class WrappedStream:
             raise LossAggError(
                 f"This rank has no data and wrapped streams of {sorted(numbers)} microbatches, so "
                 "it cannot tell which one runs. Use one LossAggregator per stream (training, "
-                "evaluation)."
+                "evaluation), and a function as num_microbatches where it changes."
             )
         num_microbatches = numbers.pop()
         if (
@@ -119,15 +126,25 @@ class _Source:
     def take(self, index: int, num_microbatches: int) -> list[Microbatch]:
         """The microbatches of step `index`; [] at the end of the data."""
         if index != self._index:
-            self._taken = list(islice(self._data_iterator, num_microbatches))
+            self._taken = list(islice(_iterate(self._data_iterator), num_microbatches))
             self._index = index
-            if 0 < len(self._taken) < num_microbatches:
-                raise LossAggError(
-                    f"The data iterator ended after {len(self._taken)} of {num_microbatches} "
-                    "microbatches of a step. Drop the last incomplete step, or let "
-                    "num_microbatches tell what is left; the other ranks must run the same steps."
-                )
+        if 0 < len(self._taken) < num_microbatches:
+            raise LossAggError(
+                f"The data iterator ended after {len(self._taken)} of {num_microbatches} "
+                "microbatches of a step. Drop the last incomplete step, or let num_microbatches "
+                "tell what is left; the other ranks must run the same steps."
+            )
         return self._taken
+
+
+def _iterate(data_iterator: Any) -> Iterator[Any]:
+    """Iterate over what has `__next__` alone, as Megatron's `RerunDataIterator`."""
+    while True:
+        try:
+            microbatch = next(data_iterator)
+        except StopIteration:
+            return
+        yield microbatch
 
 
 class _WrappedIterator:
@@ -149,7 +166,7 @@ class _WrappedIterator:
         index = self._position
         self._position += 1
         self._siblings.stream.activate(self._step)
-        self._step.note_taken(self._place)
+        self._taken.value += 1
         return self._plan.with_weights(self._microbatches[index], index)
 
     def _begin_step(self) -> None:
@@ -158,7 +175,7 @@ class _WrappedIterator:
         if not microbatches:
             raise StopIteration
         self._step, self._plan = self._siblings.step(self._step_index, microbatches)
-        self._place = self._step.add_iterator()
+        self._taken = self._step.add_iterator()
         self._microbatches = microbatches
         self._position = 0
         self._step_index += 1
@@ -167,35 +184,49 @@ class _WrappedIterator:
 def resolve_num_microbatches(num_microbatches: NumMicrobatches) -> int:
     """M from a number or a function that gives it; raises unless it is an int of at least 1."""
     value: Any = num_microbatches() if callable(num_microbatches) else num_microbatches
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(
             f"num_microbatches must be an int (or a function giving one), got {value!r}."
         )
     if value < 1:
         raise ValueError(f"num_microbatches must be at least 1, got {value}.")
-    return value
+    return int(value)
 
 
 class _CheckedFinalize:
     """A `finalize_model_grads_func` that runs checks after the original."""
 
-    def __init__(self, finalize: Callable[..., Any], check: Callable[[], None]) -> None:
+    def __init__(self, finalize: Callable[..., Any], check: FinalizeCheck) -> None:
         self.finalize = finalize
         self.checks = [check]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        num_tokens = args[1] if len(args) > 1 else kwargs.get("num_tokens")
+        if isinstance(num_tokens, Tensor):
+            num_tokens = num_tokens.clone()  # finalize sums it over ranks in place
         result = self.finalize(*args, **kwargs)
         for check in self.checks:
-            check()
+            check(num_tokens)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CheckedFinalize:
         # Megatron deep-copies configs for some layers; process groups cannot be copied.
         return self
 
+    def __reduce__(self) -> Any:
+        # The checks belong to this process: a pickled config holds the function that was wrapped.
+        return _same, (self.finalize,)
 
-def install_finalize_check(model_config: Any, check: Callable[[], None]) -> None:
-    """Run `check` whenever the schedule finalizes gradients, once however often this is called."""
+
+def _same(finalize: Callable[..., Any]) -> Callable[..., Any]:
+    return finalize
+
+
+def install_finalize_check(model_config: Any, check: FinalizeCheck) -> None:
+    """Run `check` whenever the schedule finalizes gradients, once however often this is called.
+
+    It gets the number of tokens that the schedule summed up on this rank, None outside R3.
+    """
     finalize = getattr(model_config, "finalize_model_grads_func", None)
     if isinstance(finalize, _CheckedFinalize):
         if check not in finalize.checks:

@@ -8,6 +8,20 @@ from torch import Tensor
 from megatron_lossagg.counts import GlobalCounts, valid_tokens
 from megatron_lossagg.modes import ModeSpec, get_mode
 
+WEIGHT_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float64, torch.bfloat16)
+}
+
+
+def check_weight_dtype(weight_dtype: torch.dtype) -> None:
+    """Raise TypeError unless the dtype can hold 1/T of any batch: float16 cannot."""
+    if weight_dtype not in WEIGHT_DTYPES.values():
+        raise TypeError(
+            f"weight_dtype must be one of torch.{', torch.'.join(WEIGHT_DTYPES)}, got "
+            f"{weight_dtype!r}."
+        )
+
 
 def token_weights(
     loss_mask: Tensor,
@@ -40,7 +54,9 @@ def token_weights(
 
     Raises:
         ValueError: unknown mode or option, L missing or not above zero, a mask that is not [b, s].
+        TypeError: a mask that is no tensor, or a `weight_dtype` that cannot hold weights.
     """
+    check_weight_dtype(weight_dtype)
     spec = ModeSpec(loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count)
     valid = valid_tokens(loss_mask, sample_mask)
     return weights_of_rows(valid, valid.sum(dim=1), spec, counts, weight_dtype=weight_dtype)

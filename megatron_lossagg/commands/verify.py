@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -25,12 +26,20 @@ from megatron_lossagg.testing.verification import (
     GRADIENT_BOUNDS,
     LOSS_BOUNDS,
     REGIMES,
-    Case,
     CaseResult,
     default_cases,
     run_cases,
 )
 
+# Narrow enough for a terminal of 80 columns.
+_HEADINGS = {
+    "token-mean": "token\n-mean",
+    "token-sum": "token\n-sum",
+    "seq-mean-token-sum": "seq-mean\n-token-sum",
+    "seq-mean-token-mean": "seq-mean\n-token-mean",
+    "seq-mean-token-sum-norm": "...-norm\nsum",
+    "seq-mean-token-sum-norm/seq-mean": "...-norm\nseq-mean",
+}
 Fault = Enum("Fault", {name: name for name in fault_names()}, type=str)  # type: ignore[misc]
 
 
@@ -74,7 +83,9 @@ def verify(
     except ValueError as error:
         typer.echo(f"verify: {error}", err=True)
         raise typer.Exit(2) from None
-    warnings.filterwarnings("ignore")
+    os.environ.setdefault(
+        "PYTHONWARNINGS", "ignore"
+    )  # of the ranks: Megatron's, about its GPU paths
     num_ranks = max(case.layout.world_size for case in cases)
     started = time.monotonic()
     results: list[CaseResult] = []
@@ -144,15 +155,25 @@ def _print_table(
     seconds: float,
 ) -> None:
     console = Console()
-    table = Table(title="Relative error of the whole model's gradient, and of the reported loss")
-    for heading in ("layout", "regime", "planned by"):
-        table.add_column(heading, no_wrap=True)
+    table = Table(
+        title="Relative error of the whole model's gradient, and of the reported loss",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("layout", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for mode in modes:
-        table.add_column(mode.replace("seq-mean-token-", "seq-mean-\ntoken-"), justify="right")
+        table.add_column(_HEADINGS.get(mode, mode), justify="right")
     table.add_column("loss", justify="right")
-    for result in results:
-        table.add_row(*_row(result.case), *_cells(result))
+    for row in _rows(results):
+        table.add_row(*row)
     console.print(table)
+    plannings = " and ".join(dict.fromkeys(result.case.planning for result in results))
+    console.print(f"Each entry is the worst of the steps planned by {plannings}.")
+    if any(result.case.data != "all" for result in results):
+        console.print("* data on tensor-parallel rank 0 of the first and last stage alone")
     console.print(
         f"Bounds: gradient {GRADIENT_BOUNDS['R1']:.0e} in R1, {GRADIENT_BOUNDS['R3']:.0e} in R3 "
         f"(Megatron divides in float32 there); loss {LOSS_BOUNDS['R1']:.0e}."
@@ -170,16 +191,19 @@ def _print_table(
         )
 
 
-def _row(case: Case) -> tuple[str, str, str]:
-    place = "" if case.data == "all" else f", data on {case.data}"
-    return str(case.layout), case.regime, case.planning + place
-
-
-def _cells(result: CaseResult) -> list[str]:
-    bound = GRADIENT_BOUNDS[result.case.regime]
-    cells = [_cell(mode.gradient_error, bound) for mode in result.modes]
-    worst_loss = max(mode.loss_error for mode in result.modes)
-    return [*cells, _cell(worst_loss, LOSS_BOUNDS[result.case.regime])]
+def _rows(results: list[CaseResult]) -> Iterator[list[str]]:
+    """One row per layout and regime, with the worst error over the ways to plan."""
+    together: dict[tuple[str, str], list[CaseResult]] = {}
+    for result in results:
+        mark = "" if result.case.data == "all" else " *"
+        key = (f"{result.case.layout}{mark}", result.case.regime)
+        together.setdefault(key, []).append(result)
+    for (layout, regime), group in together.items():
+        modes = zip(*(result.modes for result in group), strict=True)
+        gradients = [max(mode.gradient_error for mode in same) for same in modes]
+        loss = max(mode.loss_error for result in group for mode in result.modes)
+        cells = [_cell(error, GRADIENT_BOUNDS[regime]) for error in gradients]
+        yield [layout, regime, *cells, _cell(loss, LOSS_BOUNDS[regime])]
 
 
 def _cell(error: float, bound: float) -> str:
