@@ -164,7 +164,11 @@ def check_p2p_order(model_config: Any, groups: ParallelGroups) -> None:
 
 
 def uses_full_iteration_cuda_graph(model_config: Any) -> bool:
-    """Whether a replayed step runs without entering Python, so that calls cannot be counted."""
+    """Whether a replayed step runs without entering Python, so that calls cannot be counted.
+
+    Releases say it in `cuda_graph_scope` or in `cuda_graph_impl`, as a string or an enum.
+    """
     scope = getattr(model_config, "cuda_graph_scope", None) or ()
     scopes = [scope] if isinstance(scope, str) else list(scope)
-    return any("full_iteration" in str(getattr(s, "name", s)) for s in scopes)
+    settings = [*scopes, getattr(model_config, "cuda_graph_impl", None)]
+    return any("full_iteration" in str(getattr(s, "name", s)) for s in settings)

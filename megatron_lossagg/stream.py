@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.plan import Microbatch, WeightPlan
+from megatron_lossagg.schedule import uses_full_iteration_cuda_graph
 from megatron_lossagg.step import Step
 
 NumMicrobatches = int | Callable[[], int]
@@ -37,7 +38,7 @@ class WrappedStream:
         wrapped = [None if it is None else siblings.add(it) for it in iterators]
         if any(it is not None for it in wrapped):
             self._has_data = True
-        else:
+        elif num_microbatches not in self._without_data:
             self._without_data.append(num_microbatches)
         return wrapped if isinstance(data_iterator, list | tuple) else wrapped[0]
 
@@ -225,8 +226,11 @@ def _same(finalize: Callable[..., Any]) -> Callable[..., Any]:
 def install_finalize_check(model_config: Any, check: FinalizeCheck) -> None:
     """Run `check` whenever the schedule finalizes gradients, once however often this is called.
 
-    It gets the number of tokens that the schedule summed up on this rank, None outside R3.
+    It gets the number of tokens that the schedule summed up on this rank, None outside R3. With
+    full-iteration CUDA graphs nothing is installed: call the checks where Python runs.
     """
+    if uses_full_iteration_cuda_graph(model_config):
+        return  # finalize would be captured with the step, and the checks read values
     finalize = getattr(model_config, "finalize_model_grads_func", None)
     if isinstance(finalize, _CheckedFinalize):
         if check not in finalize.checks:

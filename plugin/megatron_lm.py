@@ -310,8 +310,7 @@ def _check_config(config: Any, aggregator: LossAggregator) -> None:
             f"The model's config has calculate_per_token_loss={per_token}, but the model_config "
             f"given to LossAggregator has {told}. Pass megatron.core.utils.get_model_config(model)."
         )
-    captured = getattr(config, "cuda_graph_impl", None) == "full_iteration"
-    if captured or uses_full_iteration_cuda_graph(config):
+    if uses_full_iteration_cuda_graph(config):
         raise LossAggError(
             "Full-iteration CUDA graphs: forward_step would wrap the graph's static iterators. "
             "Give train_step aggregator.wrap(data_iterator, ...) and bind "

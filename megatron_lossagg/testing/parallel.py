@@ -169,6 +169,10 @@ def _put_aside(parallel_state: Any) -> None:
         hidden = {name: None for name in _state(parallel_state) if "GLOO" in name}
         vars(parallel_state).update(hidden)
     parallel_state.destroy_model_parallel()
+    # Up to 0.13 it leaves the ranks of the embedding group, which a middle stage never sets anew.
+    for name, value in _state(parallel_state).items():
+        is_container = isinstance(value, dict) or value == []
+        setattr(parallel_state, name, type(value)() if is_container else None)
     _kept.current = None
 
 

@@ -157,7 +157,9 @@ def run_global_batch(
     plan = plan_step(context)
     store = _run_schedule(batch, context, plan, collect_non_loss_data)
     report = plan.finish(store) if plan.finish is not None else None
-    gradients = None if forward_only else whole_model_gradient(chunks, tolerance=replica_tolerance)
+    gradients = None
+    if not forward_only:
+        gradients = whole_model_gradient(chunks, tolerance=replica_tolerance, to_all_ranks=False)
     if use_own_model:
         kept[key] = chunks
     is_first_rank = dist.get_rank() == 0

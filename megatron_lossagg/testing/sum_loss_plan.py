@@ -88,8 +88,14 @@ def slice_rows_for_cp(microbatch: dict[str, torch.Tensor]) -> dict[str, torch.Te
         microbatch: tensors [b, s, ...], which are sliced along s; others pass unchanged. The dict
             is not changed.
     """
+    from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     tables = {name: tensor for name, tensor in microbatch.items() if tensor.dim() > 1}
-    kwargs = supported_arguments(get_batch_on_this_cp_rank, is_hybrid_cp=False)
+    # Releases from 0.18 take no group to mean the world group.
+    kwargs = supported_arguments(
+        get_batch_on_this_cp_rank,
+        is_hybrid_cp=False,
+        cp_group=parallel_state.get_context_parallel_group(),
+    )
     return {**microbatch, **get_batch_on_this_cp_rank(tables, **kwargs)}

@@ -1,0 +1,151 @@
+"""What the two commands share: their options, and how a run is started and ends.
+
+Every rank imports the command's script, so this imports nothing that takes long to load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from grpo.config import TrainingConfig
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+# Flag, type, the option of the YAML file that it overrides, help.
+_FLAGS: tuple[tuple[str, type, str, str], ...] = (
+    ("--steps", int, "steps", "training steps of the whole run"),
+    ("--tp", int, "layout.tp", "tensor-parallel size"),
+    ("--pp", int, "layout.pp", "pipeline-parallel size"),
+    ("--vpp", int, "layout.vpp", "model chunks per pipeline rank"),
+    ("--dp", int, "layout.dp", "data-parallel size"),
+    ("--cp", int, "layout.cp", "context-parallel size"),
+    ("--micro-batch-size", int, "micro_batch_size", "sequences in a microbatch"),
+    ("--loss-agg-mode", str, "loss_agg.loss_agg_mode", "how token losses are aggregated"),
+    ("--loss-scale-factor", float, "loss_agg.loss_scale_factor", "L of seq-mean-token-sum-norm"),
+    ("--norm-semantics", str, "loss_agg.norm_semantics", "of that mode: sum or seq-mean"),
+    ("--lr", float, "optimizer.lr", "learning rate"),
+    ("--seed", int, "seed", "seed of weights, prompts and sampling"),
+    ("--save-every", int, "save_every", "steps between checkpoints; 0: at the end"),
+)
+
+
+def make_parser(description: str, default_config: str) -> argparse.ArgumentParser:
+    """A parser with the options that every kind of run has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=CONFIGS / default_config,
+        metavar="FILE",
+        help=f"YAML file with all options (default: configs/{default_config})",
+    )
+    for flag, kind, option, text in _FLAGS:
+        metavar = {int: "N", float: "X", str: "NAME"}[kind]
+        parser.add_argument(flag, type=kind, dest=option, metavar=metavar, help=text)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="any option of the YAML file, such as model.num_layers=4; may be repeated",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the run (default: a new one in runs/, named by the run)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in --out (default: the last one in runs/)",
+    )
+    return parser
+
+
+def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options that the command line sets, for `load_config`: from --set, then from flags.
+
+    Raises:
+        ValueError: a --set is not OPTION=VALUE.
+    """
+    import yaml
+
+    overrides: dict[str, Any] = {}
+    for setting in arguments.set:
+        option, equals, value = setting.partition("=")
+        if not equals or not option:
+            raise ValueError(f"--set {setting}: expected OPTION=VALUE, such as optimizer.lr=0.001.")
+        overrides[option] = yaml.safe_load(value)
+    given = {option: getattr(arguments, option) for _, _, option, _ in _FLAGS}
+    return overrides | {option: value for option, value in given.items() if value is not None}
+
+
+def run_command(
+    load: Callable[[], TrainingConfig],
+    rank_main: Callable[..., bool],
+    out: Path | None,
+    *,
+    resume: bool,
+) -> int:
+    """Check what can be checked, start the ranks, and turn what happens into an exit code.
+
+    Args:
+        load: reads and checks the configuration; raises ValueError.
+        rank_main: what every rank runs: (config, folder, resume) -> whether it was stopped early.
+        out: the run's folder, None for one in runs/.
+        resume: go on with the run in that folder.
+    """
+    from grpo.launch import (
+        JobFailed,
+        is_first_process,
+        is_rank_of_torchrun,
+        launch,
+        on_first_process,
+    )
+    from grpo.run_folder import open_run_folder
+
+    try:
+        config = load()
+        world_size = config.layout.world_size
+        folder = on_first_process(partial(open_run_folder, config, out, resume=resume), world_size)
+    except ValueError as error:
+        if is_first_process():
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    if is_first_process():
+        print(_headline(config, folder), flush=True)
+    try:
+        is_stopped = launch(rank_main, config, folder, resume, world_size=world_size, out=folder)
+    except JobFailed as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("Ended at once; what came after the last checkpoint is lost.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    # torchrun would report a rank with another exit code than 0 as a failure.
+    return EXIT_INTERRUPTED if is_stopped and not is_rank_of_torchrun() else 0
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """End the process with what a command returns; Ctrl-C before ranks run is no stack trace."""
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    sys.exit(code)
+
+
+def _headline(config: TrainingConfig, folder: Path) -> str:
+    layout = config.layout.with_num_microbatches(config.num_microbatches)
+    return (
+        f"{config.name}: {config.layout.world_size} ranks ({layout}), {config.sequences_per_step} "
+        f"sequences a step, loss_agg_mode {config.loss_agg.loss_agg_mode}, folder {folder}"
+    )

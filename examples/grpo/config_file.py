@@ -1,0 +1,91 @@
+"""Reading a configuration: YAML, overridden from the command line, into checked dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from grpo.config import WEIGHTS_KEY, TrainingConfig
+from megatron_lossagg import LossAggConfig
+
+ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
+
+
+def load_config(
+    config_class: type[ConfigT], path: str | Path, overrides: Mapping[str, Any] | None = None
+) -> ConfigT:
+    """Read a YAML file and apply overrides such as {"layout.dp": 4, "steps": 10}.
+
+    Raises:
+        ValueError: the file cannot be read, a key is unknown, or a value is of no use.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"Cannot read the configuration {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a mapping of options, got {type(values).__name__}.")
+    for dotted, value in (overrides or {}).items():
+        *sections, key = dotted.split(".")
+        target = values
+        for section in sections:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise ValueError(f"Cannot set {dotted}: {section} is no section in {path}.")
+        target[key] = value
+    try:
+        return _build(config_class, values, "")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}{' with overrides' if overrides else ''}: {error}") from error
+
+
+def _build(config_class: Any, values: Any, where: str) -> Any:
+    """Build a dataclass from a mapping, checking keys and types; `where` names the section."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where or 'the file'}: expected a mapping, got {values!r}.")
+    annotations = typing.get_type_hints(config_class)
+    fields = {f.name: f for f in dataclasses.fields(config_class)}
+    unknown = [str(key) for key in values if key not in fields]
+    if unknown:
+        raise ValueError(
+            f"unknown option(s) {', '.join(where + key for key in unknown)}; known here: "
+            f"{', '.join(fields)}."
+        )
+    required = [
+        name
+        for name, f in fields.items()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    missing = [where + name for name in required if name not in values]
+    if missing:
+        raise ValueError(f"missing option(s) {', '.join(missing)}.")
+    if config_class is LossAggConfig:
+        values = {"weights_key": WEIGHTS_KEY, **values}
+    return config_class(
+        **{key: _convert(annotations[key], value, where + key) for key, value in values.items()}
+    )
+
+
+def _convert(annotation: Any, value: Any, name: str) -> Any:
+    """`value` as the type that a field is annotated with; raises ValueError if it is none."""
+    if dataclasses.is_dataclass(annotation):
+        return _build(annotation, value, f"{name}.")
+    if isinstance(annotation, types.UnionType):
+        if value is None and type(None) in typing.get_args(annotation):
+            return None
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if annotation is float and not isinstance(value, bool):
+        # YAML reads 1e-3, without a point, as text.
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass
+    elif isinstance(value, annotation) and not (annotation is int and isinstance(value, bool)):
+        return value
+    raise ValueError(f"{name} must be of type {annotation.__name__}, got {value!r}.")

@@ -1,0 +1,290 @@
+"""The parts of the examples that need no ranks: verifier, advantages, losses, files, options."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from grpo.advantages import group_advantages
+from grpo.cli import CONFIGS, make_parser, overrides_of
+from grpo.config import DataConfig, GrpoConfig, OfflineConfig
+from grpo.config_file import load_config
+from grpo.metrics import MetricsWriter, read_metrics
+from grpo.offline import EOS, SEPARATOR, Record, encode, read_records
+from grpo.policy_loss import ppo_clip_loss
+from grpo.task import EOS as COUNT_EOS
+from grpo.task import CountTask
+
+# --- task ----------------------------------------------------------------------------------------
+
+
+def test_prompts_are_drawn_from_the_whole_task_and_reproducibly():
+    task = CountTask(max_count=3, max_response_length=5)
+    prompts = task.prompts(400, torch.Generator().manual_seed(0))
+    assert set(prompts[:, 0].tolist()) == {1, 2, 3}
+    assert set(prompts[:, 1].tolist()) == set(range(10))
+    assert torch.equal(prompts, task.prompts(400, torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ([7, 7, 7, COUNT_EOS], 1.0),
+        ([7, 7, COUNT_EOS], 2 / 4),  # EOS came too early
+        ([7, 7, 7, 7, COUNT_EOS], 3 / 5),  # too late
+        ([7, 7, 7], 3 / 4),  # cut off
+        ([COUNT_EOS], 0.0),
+        ([1, 2, 3, 4, 5, 6], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_reward_counts_matching_positions(response, reward):
+    prompt = torch.tensor([3, 7, 10])
+    assert CountTask().reward(prompt, response) == pytest.approx(reward)
+
+
+def test_rewards_of_a_batch_ignore_what_follows_a_response():
+    prompts = torch.tensor([[1, 4, 10], [2, 5, 10]])
+    responses = torch.tensor([[4, COUNT_EOS, 4, 4], [5, 5, COUNT_EOS, 0]])
+    rewards = CountTask().rewards(prompts, responses, torch.tensor([2, 3]))
+    torch.testing.assert_close(rewards, torch.ones(2))
+
+
+def test_a_task_whose_answers_do_not_fit_is_refused():
+    with pytest.raises(ValueError, match="max_response_length=6 is too short.*7 tokens"):
+        CountTask(max_count=6, max_response_length=6)
+
+
+# --- advantages and losses -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+def test_advantages_compare_within_groups_of_any_size(normalize_by_std):
+    rewards = torch.tensor([1.0, 5.0, 0.0, 3.0, 2.0, 7.0])
+    groups = torch.tensor([0, 1, 0, 1, 0, 2])
+    found = group_advantages(rewards, groups, normalize_by_std=normalize_by_std)
+    expected = torch.zeros(6)
+    for group in (0, 1):
+        rows = groups == group
+        centered = rewards[rows] - rewards[rows].mean()
+        expected[rows] = centered / rewards[rows].std() if normalize_by_std else centered
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_of_equal_rewards_has_no_advantage():
+    rewards, group = torch.full((8,), 0.1), torch.zeros(8, dtype=torch.long)
+    assert group_advantages(rewards, group, normalize_by_std=True).abs().max() < 1e-6
+
+
+def test_policy_loss_is_the_plain_formula():
+    generator = torch.Generator().manual_seed(0)
+    log_probs, old, ref, advantages = torch.randn(4, 3, 50, generator=generator)
+    mask = torch.rand(3, 50, generator=generator) < 0.7
+    found = ppo_clip_loss(
+        log_probs,
+        old,
+        advantages,
+        mask,
+        clip_low=0.2,
+        clip_high=0.3,
+        ref_log_probs=ref,
+        kl_coef=0.1,
+    )
+    for position in mask.nonzero().tolist():
+        lp, o, r, a = (x[tuple(position)].item() for x in (log_probs, old, ref, advantages))
+        ratio = math.exp(lp - o)
+        clipped = min(max(ratio, 0.8), 1.3)
+        policy = -min(ratio * a, clipped * a)
+        kl = math.exp(r - lp) - (r - lp) - 1
+        assert found.loss[tuple(position)].item() == pytest.approx(policy + 0.1 * kl, rel=1e-4)
+        assert found.is_clipped[tuple(position)].item() == (clipped * a < ratio * a)
+    assert torch.equal(found.loss[~mask], torch.zeros(int((~mask).sum())))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+def test_what_is_masked_reaches_neither_values_nor_gradients(bad):
+    mask = torch.tensor([[True, False, True]])
+
+    def run(value: float) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = torch.tensor([[-1.0, value, -2.0]], requires_grad=True)
+        other = torch.tensor([[-1.1, value, -1.9]])
+        losses = ppo_clip_loss(
+            log_probs,
+            other,
+            other,
+            mask,
+            clip_low=0.2,
+            clip_high=0.2,
+            ref_log_probs=other,
+            kl_coef=1,
+        )
+        losses.loss.sum().backward()
+        assert log_probs.grad is not None
+        return losses.loss.detach(), log_probs.grad
+
+    loss, gradient = run(bad)
+    expected_loss, expected_gradient = run(0.0)
+    assert torch.equal(loss, expected_loss)
+    assert torch.equal(gradient, expected_gradient)
+    assert gradient[0, 1] == 0
+
+
+def test_nan_that_counts_shows():
+    x = torch.tensor([[math.nan, -1.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    losses = ppo_clip_loss(
+        x, torch.zeros(1, 2), torch.ones(1, 2), mask, clip_low=0.2, clip_high=0.2
+    )
+    assert losses.loss.isnan().tolist() == [[True, False]]
+
+
+# --- recorded responses --------------------------------------------------------------------------
+
+GOOD = {"prompt_id": 1, "prompt": "2+2?", "response": "4", "reward": 1.0}
+
+
+def test_records_are_read_and_other_keys_are_left_alone(tmp_path):
+    path = tmp_path / "data.jsonl"
+    lines = [json.dumps(GOOD | {"policy": "a"}), "", json.dumps(GOOD | {"reward": 0})]
+    path.write_text("\n".join(lines))
+    assert [record.reward for record in read_records(path)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected a JSON object, got \\[1\\]"),
+        (json.dumps({"prompt": "x"}), "has no 'prompt_id'; its keys are prompt"),
+        (json.dumps(GOOD | {"reward": "high"}), "'reward' must be a number, got \"high\""),
+        (json.dumps(GOOD | {"reward": math.nan}), "'reward' must be a finite number, got nan"),
+        (json.dumps(GOOD | {"response": None}), "'response' must be text, got null"),
+        (json.dumps(GOOD | {"prompt": "3+3?"}), "prompt_id 1 has another prompt than on line 1"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    path = tmp_path / "data.jsonl"
+    path.write_text(f"{json.dumps(GOOD)}\n{line}\n")
+    with pytest.raises(ValueError, match=f"data.jsonl:2: {message}"):
+        read_records(path)
+
+
+def test_text_that_is_not_utf8_and_files_without_lines_are_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(ValueError, match="data.jsonl:1: not UTF-8"):
+        read_records(path)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="has no responses"):
+        read_records(path)
+    with pytest.raises(ValueError, match="Cannot read .*No such file"):
+        read_records(tmp_path / "missing.jsonl")
+
+
+def test_encoding_cuts_prompts_at_the_front_and_responses_at_the_end():
+    config = DataConfig(path="x", sequence_length=8, max_prompt_length=3)
+    short = encode(Record("1", "ab", "cd", 0.0), config)
+    assert short.tokens.tolist() == [*b"ab", SEPARATOR, *b"cd", EOS]
+    assert (short.prompt_length, short.prompt_is_cut, short.response_is_cut) == (3, False, False)
+    long = encode(Record("1", "abcde", "fghijk", 0.0), config)
+    assert long.tokens.tolist() == [*b"cde", SEPARATOR, *b"fghi"]
+    assert (long.prompt_is_cut, long.response_is_cut) == (True, True)
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+def load(**overrides) -> GrpoConfig:
+    return load_config(GrpoConfig, CONFIGS / "grpo_count.yaml", overrides)
+
+
+def test_the_default_files_are_complete():
+    """A reader of a YAML file sees every option that there is, with the value that is used."""
+    import yaml
+
+    for config_class, name in ((GrpoConfig, "grpo_count"), (OfflineConfig, "grpo_offline")):
+        path = CONFIGS / f"{name}.yaml"
+        overrides = {"data.path": "x"} if config_class is OfflineConfig else {}
+        loaded = load_config(config_class, path, overrides).to_dict()
+        written = yaml.safe_load(path.read_text())
+        # Of the aggregator's options a run chooses what the objective is, not how it is computed.
+        loaded["loss_agg"] = {key: loaded["loss_agg"][key] for key in written["loss_agg"]}
+        for dotted, value in overrides.items():
+            written[dotted.split(".")[0]][dotted.split(".")[1]] = value
+        assert loaded == written
+
+
+def test_flags_override_settings_override_the_file():
+    arguments = make_parser("", "grpo_count.yaml").parse_args(
+        ["--dp", "4", "--set", "layout.dp=1", "--set", "algorithm.kl_coef=1e-2", "--lr", "2e-3"]
+    )
+    config = load_config(GrpoConfig, arguments.config, overrides_of(arguments))
+    assert (config.layout.dp, config.layout.pp) == (4, 2)
+    assert config.algorithm.kl_coef == 0.01
+    assert config.optimizer.lr == 0.002
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"steps": 0}, "steps=0 must be greater than 0"),
+        ({"steps": 1.5}, "steps must be of type int, got 1.5"),
+        ({"optimizer.lr": "fast"}, "optimizer.lr must be of type float, got 'fast'"),
+        ({"optimizer.lrr": 1.0}, "unknown option\\(s\\) optimizer.lrr; known here: lr, "),
+        ({"step": 3, "lyout.dp": 3}, "unknown option\\(s\\) step, lyout"),
+        ({"layout": 3}, "layout.: expected a mapping, got 3"),
+        ({"layout.dp": 3}, "512 sequences do not divide into microbatches of 128 on 3"),
+        ({"micro_batch_size": 100}, "512 sequences do not divide into microbatches of 100"),
+        ({"layout.dp": 0}, "layout.dp=0 must be greater than 0"),
+        ({"layout.vpp": 2}, "num_layers=2 cannot be spread over PP x VPP = 4"),
+        ({"layout.vpp": 2, "layout.pp": 1}, "vpp=2 needs pp > 1"),
+        ({"layout.tp": 3}, "num_heads=4 must .* be a multiple of layout.tp=3"),
+        ({"loss_agg.loss_agg_mode": "mean"}, "Unknown loss_agg_mode 'mean'; expected one of"),
+        ({"loss_agg.loss_agg_mode": "seq-mean-token-sum-norm"}, "needs loss_scale_factor"),
+        ({"loss_agg.weights_key": "w"}, "weights_key='w' does not work here"),
+        ({"rollout.group_size": 1}, "group_size=1 gives every response the advantage 0"),
+        ({"rollout.prompts_per_step": 1, "micro_batch_size": 4}, "no multiple of layout.dp=2"),
+        ({"algorithm.clip_low": 1.0}, "clip_low=1.0 must be between 0 and 1"),
+    ],
+)
+def test_bad_options_are_named(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load(**overrides)
+
+
+def test_a_file_that_is_no_configuration_is_named(tmp_path):
+    path = tmp_path / "config.yaml"
+    with pytest.raises(ValueError, match="Cannot read the configuration .*config.yaml"):
+        load_config(GrpoConfig, path)
+    path.write_text("steps: 3\n")
+    with pytest.raises(ValueError, match="missing option.* name, micro_batch_size, loss_agg"):
+        load_config(GrpoConfig, path)
+    path.write_text("- steps\n")
+    with pytest.raises(ValueError, match="expected a mapping of options, got list"):
+        load_config(GrpoConfig, path)
+
+
+# --- metrics -------------------------------------------------------------------------------------
+
+
+def test_resuming_drops_steps_after_the_checkpoint(tmp_path):
+    writer = MetricsWriter(tmp_path, resume_after=0)
+    for step in (1, 2, 3):
+        writer.write({"step": step, "reward": 0.5})
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "rew')  # the machine went down
+    resumed = MetricsWriter(tmp_path, resume_after=2)
+    resumed.write({"step": 3, "reward": 0.7})
+    resumed.close()
+    assert [(m["step"], m["reward"]) for m in read_metrics(path)] == [(1, 0.5), (2, 0.5), (3, 0.7)]
+
+
+def test_the_launch_scripts_are_shell():
+    folder = Path(__file__).resolve().parents[2] / "examples" / "launch"
+    for name in ("torchrun.sh", "slurm.sh"):
+        subprocess.run(["bash", "-n", folder / name], check=True)

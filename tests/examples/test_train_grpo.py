@@ -1,0 +1,326 @@
+"""The two commands, run: what they leave behind, resuming, stopping, failing.
+
+The property that matters most: a run that was stopped and resumed has, bit for bit, the numbers of
+one that was not. Where the command line is not the point, ranks of the session's pool run the job.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpo.launch
+import pytest
+import torch
+import train_grpo
+import train_offline
+from grpo.batch import Batch
+from grpo.cli import CONFIGS, EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
+from grpo.config import GrpoConfig, OfflineConfig
+from grpo.config_file import load_config
+from grpo.jobs import describe_data, run_offline, run_online
+from grpo.loop import train_on_batch
+from grpo.metrics import TIMINGS, read_metrics
+from grpo.trainer import Trainer
+
+from megatron_lossagg.testing import RankFailure, RankPool
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# As the default layout, PP=2 and DP=2, with little work.
+SMALL = {
+    "rollout.prompts_per_step": 4,
+    "rollout.group_size": 4,
+    "micro_batch_size": 4,
+    "model.hidden_size": 16,
+}
+TIMEOUT_S = 120
+
+
+def start(script: str, *arguments: object, **options) -> subprocess.Popen:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / script), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,  # a process group of its own, to look for what it leaves behind
+        **options,
+    )
+
+
+def run(script: str, *arguments: object) -> tuple[int, str, str]:
+    process = start(script, *arguments)
+    output, errors = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, output, errors
+
+
+def settings(overrides: dict) -> list[str]:
+    return [text for key, value in overrides.items() for text in ("--set", f"{key}={value}")]
+
+
+def without_timings(out: Path) -> list[dict]:
+    steps = read_metrics(out / "metrics.jsonl")
+    assert steps
+    return [{k: v for k, v in step.items() if k not in TIMINGS} for step in steps]
+
+
+def group_is_gone(group: int) -> bool:
+    """Whether no process of the group is left; ranks get a moment to end."""
+    for _ in range(50):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory):
+    """A run of the command that Ctrl-C stopped: its folder, exit code and output."""
+    out = tmp_path_factory.mktemp("runs") / "stopped"
+    process = start("train_grpo.py", "--steps", 500, "--out", out, *settings(SMALL))
+    deadline = time.monotonic() + TIMEOUT_S
+    while not read_metrics(out / "metrics.jsonl") and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert group_is_gone(process.pid)
+    return out, process.returncode, output, errors
+
+
+def test_ctrl_c_saves_and_says_so(stopped_run):
+    out, code, output, errors = stopped_run
+    assert code == EXIT_INTERRUPTED
+    assert "Traceback" not in output + errors
+    assert "Stopping after this step" in errors
+    num_steps = len(without_timings(out))
+    assert f"Stopped after step {num_steps} of 500" in output
+    assert f"--resume --out {out}" in output
+    assert not (out / "STOP").exists()
+
+
+def test_a_run_leaves_metrics_a_picture_and_a_checkpoint(stopped_run):
+    out, _, output, _ = stopped_run
+    last = without_timings(out)[-1]
+    assert 0 <= last["reward"] <= 1
+    assert 1 <= last["response_length"] <= 10
+    assert last["num_tokens"] == pytest.approx(16 * last["response_length"])
+    assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert f"Picture: {out / 'training.png'}" in output
+    checkpoints = [path.name for path in (out / "checkpoints").glob("step_*")]
+    assert checkpoints == [f"step_{last['step']:06d}"]
+    assert list((out / "tensorboard").glob("events*"))
+    # Plain lines where there is no terminal.
+    assert "\x1b" not in output
+    assert output.splitlines()[1].split()[:2] == ["step", "reward"]
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(stopped_run, rank_pool, tmp_path):
+    out, *_ = stopped_run
+    num_steps = len(without_timings(out)) + 2
+    code, output, errors = run(
+        "train_grpo.py", "--steps", num_steps, "--out", out, "--resume", *settings(SMALL)
+    )
+    assert code == 0, errors
+    assert "NOT reached: 0.9" in output.splitlines()[-1]
+
+    config = load_config(GrpoConfig, CONFIGS / "grpo_count.yaml", SMALL | {"steps": num_steps})
+    rank_pool.run(run_online, config, tmp_path, False)
+    assert without_timings(out) == without_timings(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def run_in_pool(rank_pool, tmp_path_factory):
+    """Run the online job on ranks of the pool; gives its steps. Equal runs are run once."""
+    done = {}
+
+    def run_once(**overrides):
+        key = json.dumps(overrides, sort_keys=True)
+        if key not in done:
+            options = SMALL | {"steps": 2, "algorithm.kl_coef": 0.1} | overrides
+            config = load_config(GrpoConfig, CONFIGS / "grpo_count.yaml", options)
+            out = tmp_path_factory.mktemp("pool")
+            size = config.layout.world_size
+            rank_pool.run(run_online, config, out, False, world_size=size)
+            done[key] = without_timings(out)
+        return done[key]
+
+    return run_once
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"layout.pp": 1, "layout.dp": 1},
+        {"layout.pp": 2, "layout.vpp": 2, "layout.dp": 2},
+        {"layout.pp": 2, "layout.tp": 2, "layout.dp": 1},
+        {"layout.pp": 2, "layout.cp": 2, "layout.dp": 1},
+    ],
+    ids=lambda layout: " ".join(f"{k.removeprefix('layout.')}={v}" for k, v in layout.items()),
+)
+def test_layouts_learn_alike(layout, run_in_pool):
+    """The same responses are sampled and the same steps are taken, up to rounding."""
+    common = {"model.num_layers": 4}
+    expected = run_in_pool(**common)
+    for one, other in zip(run_in_pool(**common, **layout), expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+
+
+def test_a_run_goes_on_under_another_layout(run_in_pool, rank_pool, tmp_path):
+    common = {"model.num_layers": 4}
+    expected = run_in_pool(**common)
+    layouts = [{}, {"layout.tp": 2, "layout.pp": 2, "layout.vpp": 2, "layout.dp": 1}]
+    for steps, layout in enumerate(layouts, start=1):
+        options = SMALL | {"algorithm.kl_coef": 0.1, "steps": steps} | common | layout
+        config = load_config(GrpoConfig, CONFIGS / "grpo_count.yaml", options)
+        rank_pool.run(run_online, config, tmp_path, steps > 1)
+    found = without_timings(tmp_path)
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], rel=1e-3, abs=1e-5)
+
+
+def test_dr_grpo_runs_in_the_norm_mode(run_in_pool):
+    steps = run_in_pool(
+        **{
+            "algorithm.normalize_by_std": False,
+            "loss_agg.loss_agg_mode": "seq-mean-token-sum-norm",
+            "loss_agg.loss_scale_factor": 10.0,
+        }
+    )
+    assert all(math.isfinite(step["loss"]) for step in steps)
+    assert steps[0]["grad_norm"] > 0
+
+
+def train_on_nothing():
+    """On a rank: a batch in which no token counts. Gives metrics and whether a weight changed."""
+    config = load_config(
+        GrpoConfig, CONFIGS / "grpo_count.yaml", SMALL | {"layout.pp": 1, "layout.dp": 1}
+    )
+    trainer = Trainer(config, vocab_size=16, max_sequence_length=13)
+    zeros = torch.zeros(16, 12)
+    batch = Batch(
+        tokens=torch.zeros(16, 13, dtype=torch.long),
+        loss_mask=zeros.bool(),
+        rewards=zeros[:, 0],
+        advantages=zeros[:, 0],
+        old_log_probs=zeros,
+        ref_log_probs=zeros,
+    )
+    before = [p.clone() for p in trainer.chunks[0].parameters()]
+    metrics = train_on_batch(batch, trainer, config)
+    after = trainer.chunks[0].parameters()
+    return metrics, any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_batch_without_tokens_leaves_the_model_alone(rank_pool):
+    [(metrics, has_changed)] = rank_pool.run(train_on_nothing, world_size=1)
+    assert not has_changed
+    assert metrics["num_tokens"] == metrics["loss"] == metrics["grad_norm"] == 0
+
+
+def write_rollouts(path: Path) -> None:
+    lines = []
+    for prompt in range(4):
+        for answer in range(3 + prompt):
+            record = {"prompt_id": f"p{prompt}", "prompt": f"{prompt}+1?", "policy": "x"}
+            record |= {
+                "response": str(answer) * (1 + answer),
+                "reward": float(answer == prompt + 1),
+            }
+            lines.append(json.dumps(record))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_offline_trains_on_a_file(rank_pool, tmp_path):
+    data, out = tmp_path / "rollouts.jsonl", tmp_path / "run"
+    write_rollouts(data)
+    options = {
+        "data.path": str(data),
+        "data.sequences_per_step": 8,
+        "data.sequence_length": 8,
+        "data.max_prompt_length": 4,
+        "micro_batch_size": 2,
+        "steps": 3,
+    }
+    config = load_config(OfflineConfig, CONFIGS / "grpo_offline.yaml", options)
+    assert describe_data(config).startswith(
+        "18 responses to 4 prompts, mean reward 0.222; 10 responses (55.6%) are cut to fit rows"
+    )
+    rank_pool.run(run_offline, config, out, False)
+    steps = without_timings(out)
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    # In the first step the model is the policy of the old log-probabilities; then it moves.
+    assert steps[0]["kl_to_old"] == pytest.approx(0, abs=1e-9)
+    assert steps[2]["kl_to_old"] > 1e-6
+    assert (out / "training.png").exists()
+
+
+def call(main, monkeypatch, *arguments: object) -> int:
+    """Call a command in this process."""
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    return main()
+
+
+def test_offline_names_a_bad_line_before_it_starts(tmp_path, monkeypatch, capsys):
+    data = tmp_path / "rollouts.jsonl"
+    write_rollouts(data)
+    with data.open("a") as stream:
+        stream.write('{"prompt_id": 9, "prompt": "?", "response": "!"}\n')
+    code = call(train_offline.main, monkeypatch, data, "--out", tmp_path / "run")
+    output, errors = capsys.readouterr()
+    assert (code, output) == (EXIT_BAD_INPUT, "")
+    assert errors.startswith(f"error: {data}:19: has no 'reward'")
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_options_end_before_ranks_start(tmp_path, monkeypatch, capsys):
+    options = ("--loss-agg-mode", "seq-mean-token-sum-norm", "--out", tmp_path / "run")
+    code = call(train_grpo.main, monkeypatch, *options)
+    output, errors = capsys.readouterr()
+    assert (code, output) == (EXIT_BAD_INPUT, "")
+    assert "needs loss_scale_factor" in errors and errors.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_torchrun_with_another_number_of_ranks_is_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert call(train_grpo.main, monkeypatch, "--out", tmp_path / "run") == EXIT_BAD_INPUT
+    assert "tp x pp x dp x cp = 4 ranks, but torchrun started 3" in capsys.readouterr().err
+
+
+def test_a_run_is_not_overwritten_nor_mixed_with_another(
+    stopped_run, tmp_path, monkeypatch, capsys
+):
+    out, *_ = stopped_run
+    small = settings(SMALL)
+    for arguments, message in (
+        (("--out", out, *small), "already holds a run. Add --resume"),
+        (("--out", out, "--resume", *small, "--seed", 5), "other options (seed: 1 -> 5)"),
+        (("--out", out, "--resume", *small, "--steps", 1), "has all its steps"),
+        (("--out", tmp_path, "--resume"), "there is no checkpoint in"),
+    ):
+        assert call(train_grpo.main, monkeypatch, *arguments) == EXIT_BAD_INPUT
+        assert message in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_traceback(tmp_path, monkeypatch, capsys):
+    class FailingPool(RankPool):
+        def run(self, *args, **kwargs):
+            raise RankFailure("rank 1 of 4 failed in run_online: ValueError: no\n--- rank 1 ---")
+
+        def start(self):
+            pass
+
+    monkeypatch.setattr(grpo.launch, "RankPool", FailingPool)
+    assert call(train_grpo.main, monkeypatch, "--out", tmp_path / "run") == EXIT_FAILED
+    assert capsys.readouterr().err.startswith("error: rank 1 of 4 failed in run_online")

@@ -1,0 +1,143 @@
+"""LossAggConfig: one frozen dataclass, one YAML section, every mistake named."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from one_process import make_microbatch, model_config, run_step
+
+from megatron_lossagg import LossAggConfig, LossAggregator, ParallelGroups
+
+NON_DEFAULTS = {
+    "loss_agg_mode": "seq-mean-token-sum-norm",
+    "loss_scale_factor": 512,
+    "norm_semantics": "seq-mean",
+    "sequence_count": "nominal",
+    "cp_gradient": "gathered",
+    "returns": "loss",
+    "weights_key": "loss_mask",
+    "weight_dtype": "float64",
+}
+
+
+def yaml_file(folder, text):
+    path = folder / "algorithm.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        NON_DEFAULTS,
+        {"loss_agg_mode": "token-mean"},
+        NON_DEFAULTS | {"loss_scale_factor": np.float32(512)},
+    ],
+)
+def test_yaml_round_trip(tmp_path, values):
+    """What is written is read back equal, at the top level or under `loss_agg`."""
+    config = LossAggConfig(**values)
+    path = tmp_path / "a.yaml"
+    config.to_yaml(path)
+    assert LossAggConfig.from_yaml(path) == config
+    indented = "".join(f"  {line}\n" for line in path.read_text().splitlines())
+    nested = yaml_file(tmp_path, f"trainer: {{steps: 3}}\nloss_agg:\n{indented}")
+    assert LossAggConfig.from_yaml(str(nested)) == config
+    assert LossAggConfig.from_dict(config.to_dict()) == config
+
+
+def test_every_option_reaches_the_aggregator():
+    """Names and defaults are those of LossAggregator's arguments; none is dropped on the way."""
+    arguments = LossAggConfig(**NON_DEFAULTS).aggregator_arguments()
+    assert arguments == NON_DEFAULTS | {"weight_dtype": torch.float64}
+    parameters = inspect.signature(LossAggregator).parameters
+    for field in dataclasses.fields(LossAggConfig):
+        default = parameters[field.name].default
+        if field.name == "weight_dtype":
+            default = str(default).removeprefix("torch.")
+        if field.default is dataclasses.MISSING:
+            assert default is inspect.Parameter.empty
+        else:
+            assert field.default == default
+
+
+def test_from_config_builds_a_working_aggregator():
+    """The value is that of the options in the file, not of the defaults."""
+    config = LossAggConfig(
+        loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=4, norm_semantics="seq-mean"
+    )
+    aggregator = LossAggregator.from_config(
+        lambda output_tensor, microbatch: output_tensor,
+        config,
+        model_config(),
+        groups=ParallelGroups.single_process(),
+    )
+    step = aggregator.begin_step([make_microbatch([[1.0, 2.0], [5.0, 9.0]], [[1, 1], [1, 0]])])
+    assert step.report(run_step(step))["loss"] == pytest.approx((3 + 5) / 2 / 4)
+
+
+def test_config_is_frozen_and_keyword_only():
+    """A config is a value: it cannot drift after it was checked."""
+    config = LossAggConfig(loss_agg_mode="token-mean")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.loss_agg_mode = "token-sum"
+    with pytest.raises(TypeError):
+        LossAggConfig("token-mean")
+    assert hash(config) == hash(LossAggConfig(loss_agg_mode="token-mean"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "loss_agg_mode: token-mean\nloss_agg_mod: x\n2: y\n",
+            r"option\(s\) 2, loss_agg_mod; known",
+        ),
+        ("norm_semantics: sum\n", "needs 'loss_agg_mode'"),
+        ("", "Expected a mapping .* got NoneType"),
+        ("- token-mean\n", "Expected a mapping .* got list"),
+        ("loss_agg:\n", "Expected a mapping .* got NoneType"),
+        ("loss_agg_mode: [token-mean\n", "expected ',' or ']'"),
+        ("loss_agg_mode: tokenmean\n", "'tokenmean'; expected one of token-mean"),
+        ("loss_agg_mode: [token-mean]\n", r"Unknown loss_agg_mode \['token-mean'\]"),
+        ("loss_agg_mode: seq-mean-token-sum-norm\n", "needs loss_scale_factor"),
+        (
+            "loss_agg_mode: seq-mean-token-sum-norm\nloss_scale_factor: '4'\n",
+            "must be a number, got '4' of type str",
+        ),
+        (  # YAML 1.1 reads 1e3 as a string
+            "loss_agg_mode: seq-mean-token-sum-norm\nloss_scale_factor: 1e3\n",
+            "must be a number, got '1e3' of type str",
+        ),
+        ("loss_agg_mode: token-mean\nloss_scale_factor: 0\n", "loss_scale_factor=0 cannot divide"),
+        ("loss_agg_mode: token-mean\nloss_scale_factor: true\n", "got True of type bool"),
+        ("loss_agg_mode: token-mean\nloss_scale_factor: .nan\n", "nan cannot divide"),
+        ("loss_agg_mode: token-mean\nnorm_semantics: true\n", "norm_semantics=True does not exist"),
+        ("loss_agg_mode: token-mean\nsequence_count: rows\n", "sequence_count='rows' does not"),
+        ("loss_agg_mode: token-mean\ncp_gradient: ring\n", "cp_gradient='ring' does not .* local"),
+        ("loss_agg_mode: token-mean\nreturns: 3\n", "returns=3 does not exist; .* auto, loss"),
+        ("loss_agg_mode: token-mean\nweight_dtype: float16\n", "'float16' does not .* float32"),
+        ("loss_agg_mode: token-mean\nweight_dtype: [float32]\n", r"\['float32'\] does not exist"),
+        ("loss_agg_mode: token-mean\nweights_key:\n", "weights_key=None cannot name the field"),
+        (
+            "loss_agg_mode: token-mean\nweights_key: sample_mask\n",
+            "weights_key='sample_mask' cannot",
+        ),
+    ],
+)
+def test_mistakes_in_a_file_name_the_file(tmp_path, text, message):
+    """ValueError with the path in front, then the option, the value and what exists."""
+    path = yaml_file(tmp_path, text)
+    with pytest.raises(ValueError, match=message) as caught:
+        LossAggConfig.from_yaml(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_missing_file_is_named(tmp_path):
+    """The usual FileNotFoundError, with the path."""
+    with pytest.raises(FileNotFoundError, match="nothing.yaml"):
+        LossAggConfig.from_yaml(tmp_path / "nothing.yaml")

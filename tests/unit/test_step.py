@@ -1,0 +1,503 @@
+"""A planned step in one process: values, weights, what is yielded, what validate finds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from one_process import (
+    FIXTURE_F_VALUES,
+    MODES,
+    FakeGroup,
+    fixture_f,
+    make_aggregator,
+    make_microbatch,
+    run_schedule,
+    run_step,
+)
+
+from megatron_lossagg import GlobalCounts, LossAggError, ParallelGroups, ScheduleContract
+from megatron_lossagg.record import PassRecord, local_problems
+
+REGIMES = pytest.mark.parametrize("per_token", [False, True], ids=["R1", "R3"])
+ALL_MODES = pytest.mark.parametrize(("mode", "options"), MODES)
+
+
+def gradients(microbatches, step, per_token):
+    """Gradients as they would reach the optimizer: under R3 finalize divides by T."""
+    divisor = max(int(step.counts.num_tokens), 1) if per_token else 1
+    return [m["losses"].grad / divisor for m in microbatches]
+
+
+@REGIMES
+@pytest.mark.parametrize("sequence_count", ["valid", "nominal"])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+@pytest.mark.parametrize(("mode", "options", "valid", "nominal"), FIXTURE_F_VALUES)
+def test_fixture_f(mode, options, valid, nominal, num_microbatches, sequence_count, per_token):
+    """Public reports 4a and 22: the same value and gradient for every M, an empty row included."""
+    aggregator = make_aggregator(
+        mode, per_token=per_token, sequence_count=sequence_count, **options
+    )
+    microbatches = fixture_f(num_microbatches)
+    step = aggregator.begin_step(microbatches)
+    value = step.report(run_step(step))["loss"]
+    step.validate()
+    assert value == pytest.approx(valid if sequence_count == "valid" else nominal, rel=1e-14)
+    mask = torch.cat([m["loss_mask"] for m in microbatches]).double()
+    grads = torch.cat(gradients(microbatches, step, per_token))
+    losses = torch.cat([m["losses"].detach() for m in microbatches])
+    assert (grads * losses).sum().item() == pytest.approx(value, rel=1e-14)
+    assert torch.equal(grads != 0, mask != 0)
+    assert [int(c) for c in vars(step.counts).values()] == [7, 3, 4]
+    assert not step.is_empty
+
+
+@REGIMES
+@ALL_MODES
+def test_garbage_at_masked_tokens_changes_nothing(mode, options, per_token):
+    """Public report 13: NaN and inf at masked tokens leave value and gradients bit for bit."""
+    results = []
+    for garbage in (9.0, math.nan, math.inf):
+        losses = [[2.0, garbage], [4.0, -garbage]]
+        microbatches = [make_microbatch([row], [[1, 0]]) for row in losses]
+        step = make_aggregator(mode, per_token=per_token, **options).begin_step(microbatches)
+        value = step.report(run_step(step))["loss"]
+        step.validate()
+        results.append((value, [g.tolist() for g in gradients(microbatches, step, per_token)]))
+    assert results[0] == results[1] == results[2]
+    assert all(grad[0][1] == 0.0 and grad[0][0] > 0 for grad in results[0][1])
+
+
+@REGIMES
+@ALL_MODES
+def test_nan_at_a_valid_token_shows(mode, options, per_token):
+    """Public report 13: NaN that counts reaches the report; validate does not call it a fault."""
+    step = make_aggregator(mode, per_token=per_token, **options).begin_step(
+        [make_microbatch([[math.nan, 1.0]], [[1, 1]]), make_microbatch([[1.0, 1.0]], [[1, 1]])]
+    )
+    assert math.isnan(step.report(run_step(step))["loss"])
+    step.validate()
+
+
+@REGIMES
+@pytest.mark.parametrize("sequence_count", ["valid", "nominal"])
+@ALL_MODES
+def test_step_without_a_valid_token(mode, options, sequence_count, per_token):
+    """Public reports 4c and 22: in every mode loss exactly 0, zero gradients, is_empty."""
+    aggregator = make_aggregator(
+        mode, per_token=per_token, sequence_count=sequence_count, **options
+    )
+    microbatches = [make_microbatch([[math.nan, 2.0]], [[0, 0]]) for _ in range(2)]
+    step = aggregator.begin_step(microbatches)
+    assert step.is_empty
+    yielded = next(step.data_iterator(1)[0])
+    loss = step.loss_func(yielded, yielded["losses"])[0]
+    assert loss.item() == 0.0 and loss.requires_grad
+    assert step.report(run_step(step)) == {"loss": 0.0}
+    step.validate()
+    assert step.is_empty
+    assert all(torch.equal(m["losses"].grad, torch.zeros(1, 2).double()) for m in microbatches)
+
+
+def test_padding_rows_are_marked_by_sample_mask():
+    """Public report 9: pad rows whose mask is 1 count nowhere, in any mode."""
+    for mode, value in (
+        ("token-mean", 1.0),
+        ("seq-mean-token-sum", 2.0),
+        ("seq-mean-token-mean", 1.0),
+    ):
+        for sequence_count in ("valid", "nominal"):
+            step = make_aggregator(mode, sequence_count=sequence_count).begin_step(
+                [
+                    make_microbatch(
+                        [[1.0, 1.0], [1.0, 1.0]], [[1, 1], [1, 1]], sample_mask=torch.tensor(m)
+                    )
+                    for m in ([1, 1], [1, 0])
+                ]
+            )
+            assert step.report(run_step(step))["loss"] == value
+            step.validate()
+
+
+@REGIMES
+def test_number_of_microbatches_may_change_from_step_to_step(per_token):
+    """Public report 21: M=4 then M=1 on one aggregator, then other masks: nothing is remembered."""
+    aggregator = make_aggregator(per_token=per_token)
+    for masks in ([[1, 1]] * 4, [[1, 1]], [[1, 0], [1, 1], [0, 0]]):
+        microbatches = [make_microbatch([[1.0, 1.0]], [mask]) for mask in masks]
+        step = aggregator.begin_step(microbatches)
+        assert step.num_microbatches == len(masks)
+        assert step.report(run_step(step))["loss"] == 1.0
+        step.validate()
+        total = sum(g.sum() for g in gradients(microbatches, step, per_token))
+        assert total.item() == pytest.approx(1.0, rel=1e-14)
+
+
+def test_report_is_not_rescaled_with_the_loss():
+    """Public report 18: the schedule divides the returned loss in place; the report stays 6."""
+    step = make_aggregator().begin_step([make_microbatch([[6.0]], [[1]]) for _ in range(3)])
+    store = []
+    for microbatch in step.microbatches:
+        loss, report = step.loss_func(microbatch, microbatch["losses"])
+        before = report["loss"].clone()
+        loss /= 3
+        assert torch.equal(report["loss"], before)
+        store.append(report)
+    step.validate()
+    assert step.report(store)["loss"] == 6.0
+
+
+def test_public_report_metric_per_microbatch():
+    """Public report 12: the step value is a sum of parts, 1.0 at every M."""
+    for num_microbatches in (1, 2, 4):
+        width = 8 // num_microbatches
+        step = make_aggregator().begin_step(
+            [make_microbatch([[1.0] * width], [[1] * width]) for _ in range(num_microbatches)]
+        )
+        assert step.report(run_step(step))["loss"] == pytest.approx(1.0, rel=1e-15)
+
+
+def test_forward_only_and_non_loss_data_report_the_same_value():
+    """No backward, or collect_non_loss_data=True: the same J, and a report alone in the latter."""
+    step = make_aggregator().begin_step(fixture_f(4))
+    with torch.no_grad():
+        forward_only = step.report(run_step(step, backward=False))
+        collected = [
+            step.loss_func(microbatch, microbatch["losses"], non_loss_data=True)
+            for microbatch in step.microbatches
+        ]
+    trained = step.report(run_step(step))
+    assert forward_only == trained == step.report(collected)
+    assert trained["loss"] == pytest.approx(20 / 7)
+
+
+def test_per_token_path_returns_int32_counts():
+    """Megatron adds num_tokens to an int32 counter: true counts, in every mode."""
+    for mode, options in MODES:
+        step = make_aggregator(mode, per_token=True, **options).begin_step(fixture_f(4))
+        found = [step.loss_func(m, m["losses"])[1] for m in step.microbatches]
+        assert [n.item() for n in found] == [4, 1, 2, 0]
+        assert all(n.dtype == torch.int32 and n.shape == () for n in found)
+
+
+def test_returned_loss_suits_backward():
+    """One element, not a view, fresh: Megatron's custom_backward demands it."""
+    step = make_aggregator().begin_step(fixture_f(1))
+    microbatch = step.microbatches[0]
+    loss, report = step.loss_func(microbatch, microbatch["losses"])
+    assert loss.shape == () and loss._base is None and not loss.is_leaf
+    assert not report["loss"].requires_grad
+
+
+def test_caller_dicts_are_not_changed():
+    """Yielded dicts are shallow copies: same tensors, weights added, sample_mask left out."""
+    extra = object()
+    microbatch = make_microbatch([[1.0]], [[1]], sample_mask=torch.ones(1), extra=extra)
+    before = dict(microbatch)
+    step = make_aggregator().begin_step([microbatch, microbatch])
+    first, second = step.data_iterator(2)
+    for yielded in (next(first), next(second), step.microbatches[1]):
+        assert set(yielded) == {"losses", "loss_mask", "extra", "loss_weights"}
+        assert all(yielded[key] is before[key] for key in ("losses", "loss_mask", "extra"))
+        yielded.clear()
+    assert microbatch.keys() == before.keys()
+    assert all(microbatch[key] is before[key] for key in before)
+    assert "loss_weights" in next(first)
+
+
+def test_weights_may_ride_in_the_mask():
+    """weights_key="loss_mask": weights are yielded under it; the caller keeps the mask."""
+    microbatch = make_microbatch([[4.0, 2.0]], [[1, 1]])
+    step = make_aggregator(weights_key="loss_mask").begin_step([microbatch])
+    assert step.microbatches[0]["loss_mask"].tolist() == [[0.5, 0.5]]
+    assert microbatch["loss_mask"].tolist() == [[1, 1]]
+    assert step.report(run_step(step))["loss"] == 3.0
+    step.validate()
+
+
+def test_same_dict_twice_counts_twice():
+    """The list says what the batch is, even if two entries are one object."""
+    microbatch = make_microbatch([[3.0, 9.0]], [[1, 0]])
+    step = make_aggregator().begin_step([microbatch, microbatch])
+    assert int(step.counts.num_tokens) == 2
+    assert step.report(run_step(step))["loss"] == 3.0
+    step.validate()
+    assert microbatch["losses"].grad.tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int64, torch.float32])
+def test_masks_of_any_dtype_layout_and_graph(kind):
+    """Bool, int and float masks, transposed storage, and a mask that requires grad."""
+    mask = torch.tensor([[1, 0, 1], [0, 0, 1]]).t().contiguous().t().to(kind)
+    if kind.is_floating_point:
+        mask.requires_grad_()
+    microbatch = make_microbatch([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[0]])
+    step = make_aggregator("seq-mean-token-sum").begin_step([{**microbatch, "loss_mask": mask}])
+    assert step.report(run_step(step))["loss"] == (1 + 3 + 6) / 2
+    step.validate()
+    assert not step.microbatches[0]["loss_weights"].requires_grad and mask.grad is None
+
+
+@REGIMES
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3)])
+def test_microbatch_without_positions(shape, per_token):
+    """Width 0 or no rows beside a normal microbatch: exact zeros, nothing else changes."""
+    empty = {"losses": torch.zeros(shape).double().requires_grad_(), "loss_mask": torch.ones(shape)}
+    step = make_aggregator(per_token=per_token).begin_step([empty, make_microbatch([[3.0]], [[1]])])
+    assert step.report(run_step(step))["loss"] == 3.0
+    step.validate()
+    assert empty["losses"].grad.shape == shape
+
+
+def test_low_precision_losses_and_weights():
+    """bfloat16 losses are summed in float32; bfloat16 weights pass the checksum."""
+    losses = torch.ones(1, 3000, dtype=torch.bfloat16, requires_grad=True)
+    microbatch = {"losses": losses, "loss_mask": torch.ones(1, 3000)}
+    step = make_aggregator("token-sum", weight_dtype=torch.float32).begin_step([microbatch])
+    assert step.report(run_step(step))["loss"] == 3000
+    for weight_dtype in (torch.float32, torch.bfloat16):
+        step = make_aggregator(weight_dtype=weight_dtype).begin_step(fixture_f(2))
+        run_step(step)
+        step.validate()
+
+
+def test_known_counts_are_used_as_they_are():
+    """counts= of a driver: this rank holds a part, so its value is a part of J."""
+    counts = GlobalCounts(num_tokens=14, num_valid_seqs=6, num_seqs=8)
+    step = make_aggregator().begin_step(fixture_f(1), counts=counts)
+    microbatch = step.microbatches[0]
+    loss, _ = step.loss_func(microbatch, microbatch["losses"])
+    assert loss.item() == pytest.approx(20 / 14)
+    assert int(step.counts.num_tokens) == 14 and not step.is_empty
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ((6, 3, 4), "num_tokens=6, but this rank's microbatches alone hold 7"),
+        ((0, 0, 0), "num_tokens=0"),
+        ((7, 0, 4), "num_valid_seqs=0, but .* hold 3"),
+        ((7, 3, 3), "num_seqs=3, but .* hold 4"),
+    ],
+)
+def test_known_counts_below_what_is_here_raise(counts, message):
+    """Counts of something smaller than the global batch; 0 would silently train nothing."""
+    step = make_aggregator().begin_step(fixture_f(1), counts=GlobalCounts(*counts))
+    run_step(step)
+    with pytest.raises(LossAggError, match=message):
+        step.validate()
+
+
+def test_known_counts_above_what_is_here_raise():
+    """In one process the weights must sum to the checksum of the counts that were given."""
+    step = make_aggregator().begin_step(fixture_f(1), counts=GlobalCounts(8, 3, 4))
+    run_step(step)
+    with pytest.raises(LossAggError, match=r"sum to 0\.875 .* checksum is 1\. "):
+        step.validate()
+
+
+@REGIMES
+@pytest.mark.parametrize("num_taken", [0, 1, 3])
+def test_schedule_takes_too_few_microbatches(num_taken, per_token):
+    """Public report 10: M of the plan and of the schedule differ; both numbers are named."""
+    step = make_aggregator(per_token=per_token).begin_step(fixture_f(4))
+    run_schedule(step.loss_func, step.data_iterator(1)[0], num_taken)
+    with pytest.raises(LossAggError, match=f"took {num_taken} microbatches .* planned for 4") as e:
+        step.validate()
+    assert f"loss_func ran {num_taken} times" in str(e.value)
+    assert "num_microbatches=step.num_microbatches" in str(e.value)
+
+
+def test_schedule_takes_too_many_microbatches():
+    """The iterator says so at once, with what to do in a schedule and in a loop of one's own."""
+    step = make_aggregator().begin_step(fixture_f(2))
+    with pytest.raises(LossAggError, match=r"More than the 2 microbatches .* step\.microbatches"):
+        run_schedule(step.loss_func, step.data_iterator(1)[0], 3)
+
+
+@pytest.mark.parametrize("divide_by", [1, 3, 8, math.nan, math.inf])
+def test_schedule_divides_by_another_number(divide_by):
+    """Public report 20: the factor that was found and the one that was expected are named."""
+    step = make_aggregator().begin_step(fixture_f(4))
+    run_step(step, divide_by=divide_by)
+    with pytest.raises(LossAggError, match=r"rescaled the returned loss by .*, expected 0\.25 in"):
+        step.validate()
+
+
+def test_one_wrong_division_among_right_ones_is_found():
+    """Every microbatch is compared, not the first alone."""
+    step = make_aggregator().begin_step(fixture_f(2))
+    iterator = step.data_iterator(1)[0]
+    for divide_by in (2, 3):
+        microbatch = next(iterator)
+        loss, _ = step.loss_func(microbatch, microbatch["losses"] + 1)
+        loss /= divide_by
+    with pytest.raises(LossAggError, match=r"rescaled the returned loss by 0\.333333"):
+        step.validate()
+
+
+@pytest.mark.parametrize(("value", "is_fault"), [(7e-45, False), (1e-20, True), (1.0, True)])
+def test_losses_too_small_to_rescale_are_no_fault(value, is_fault):
+    """A subnormal loss changes by rounding when it is divided; that proves nothing."""
+    returned = torch.tensor(value, dtype=torch.float32)
+    record = PassRecord(num_loss_calls=3, returned=[(returned, returned * 0.4)])
+    contract = ScheduleContract("R1", dp_size=1, cp_size=1)
+    problems = local_problems(record, contract, 3, loss_is_expected=True)
+    assert bool(problems) == is_fault
+    if is_fault:
+        assert "rescaled the returned loss by 0.4, expected 0.333333" in problems[0]
+    record.returned = [(returned, returned / 3)]
+    assert local_problems(record, contract, 3, loss_is_expected=True) == []
+
+
+def test_lost_repeated_and_altered_weights_are_found():
+    """The sum of all weights is compared with the checksum: a raw mask, a NaN, a repeat."""
+
+    def run_with(change):
+        step = make_aggregator(weights_key="loss_mask").begin_step(fixture_f(2))
+        microbatches = step.microbatches
+        change(microbatches)
+        for microbatch in microbatches:
+            loss, _ = step.loss_func(microbatch, microbatch["losses"])
+            loss /= 2
+        return step
+
+    run_with(lambda microbatches: None).validate()
+    for change in (
+        lambda m: m[0].update(loss_mask=torch.ones(2, 4)),
+        lambda m: m[1].update(loss_mask=m[1]["loss_mask"] * math.nan),
+        lambda m: m.__setitem__(1, m[0]),
+        lambda m: m[0].update(loss_mask=m[0]["loss_mask"] * 1.001),
+        lambda m: m[1].update(loss_mask=m[1]["loss_mask"] * 0),
+    ):
+        with pytest.raises(LossAggError, match="The weights that loss_func saw sum to .* checksum"):
+            run_with(change).validate()
+
+
+def test_microbatches_of_another_step_are_found():
+    """A stale step: loss_func of one step on the microbatches of the next."""
+    aggregator = make_aggregator()
+    stale = aggregator.begin_step(fixture_f(1))
+    new = aggregator.begin_step([make_microbatch([[1.0, 1.0]], [[1, 1]]) for _ in range(2)])
+    run_schedule(stale.loss_func, new.data_iterator(1)[0], 2)
+    with pytest.raises(LossAggError, match="loss_func ran 2 times .* planned for 1"):
+        stale.validate()
+    with pytest.raises(LossAggError, match="loss_func ran 0 times .* planned for 2"):
+        new.validate()
+
+
+def test_validate_twice_and_replay():
+    """Validate is repeatable; what happens after it is a new pass; data_iterator starts one."""
+    step = make_aggregator().begin_step(fixture_f(2))
+    for _ in range(2):
+        store = run_step(step)
+        step.validate()
+        step.validate()
+        assert step.report(store)["loss"] == pytest.approx(20 / 7)
+    # A replay of saved microbatches, without an iterator of the step.
+    run_schedule(step.loss_func, iter(step.microbatches), 2)
+    step.validate()
+    # An abandoned pass is forgotten.
+    next(step.data_iterator(1)[0])
+    run_step(step)
+    step.validate()
+
+
+def test_failed_validate_stays_failed():
+    """Catching the error and asking again does not make it right; a new pass does."""
+    step = make_aggregator().begin_step(fixture_f(2))
+    run_schedule(step.loss_func, step.data_iterator(1)[0], 1)
+    for _ in range(2):
+        with pytest.raises(LossAggError, match="took 1 microbatches"):
+            step.validate()
+    run_step(step)
+    step.validate()
+
+
+def test_step_that_never_ran():
+    """validate before the schedule: nothing was computed, so nothing may be optimised."""
+    step = make_aggregator().begin_step(fixture_f(2))
+    with pytest.raises(LossAggError, match="loss_func ran 0 times .* planned for 2"):
+        step.validate()
+
+
+def test_each_chunk_must_take_every_microbatch():
+    """Iterators of model chunks are counted one by one."""
+    step = make_aggregator().begin_step(fixture_f(2))
+    first, second = step.data_iterator(2)
+    run_schedule(step.loss_func, first, 2)
+    next(second)
+    with pytest.raises(LossAggError, match="took 1 microbatches from a data iterator"):
+        step.validate()
+
+
+def test_more_tokens_than_int32_are_refused_on_the_per_token_path():
+    """Public report 25: Megatron sums num_tokens in int32, where 2^31 would wrap."""
+    counts = GlobalCounts(2**31, 3, 4)
+    step = make_aggregator(per_token=True).begin_step(fixture_f(1), counts=counts)
+    run_step(step)
+    with pytest.raises(LossAggError, match="2147483648 valid tokens, .* Set calculate_per_token"):
+        step.validate()
+
+
+@pytest.mark.parametrize("num_chunks", [0, -1])
+def test_number_of_chunks(num_chunks):
+    """At least one model chunk."""
+    step = make_aggregator().begin_step(fixture_f(1))
+    with pytest.raises(ValueError, match=f"num_chunks must be at least 1 .* got {num_chunks}"):
+        step.data_iterator(num_chunks)
+
+
+def test_rank_without_data():
+    """An earlier stage: None iterators, no microbatches, no counts, and nobody to wait for."""
+    groups = ParallelGroups(pp=FakeGroup(2, 0))
+    step = make_aggregator(groups=groups).begin_step(None, num_microbatches=3)
+    assert step.data_iterator(2) == [None, None] and step.microbatches == []
+    step.validate()
+    assert step.report([], broadcast_over_pipeline=False) == {}
+    with pytest.raises(LossAggError, match=r"takes part in no count\. .* on every rank"):
+        _ = step.counts
+    with pytest.raises(LossAggError, match=r"not known yet .* call step\.report"):
+        _ = step.is_empty
+
+
+def test_rank_without_data_that_knows_the_counts():
+    """counts= is not ignored there: it tells whether the batch is empty."""
+    aggregator = make_aggregator(groups=ParallelGroups(pp=FakeGroup(2, 0)))
+    step = aggregator.begin_step(None, num_microbatches=3, counts=GlobalCounts(0, 0, 4))
+    assert step.is_empty and int(step.counts.num_seqs) == 4
+
+
+def test_tensor_parallel_rank_gets_its_weights_by_broadcast():
+    """A last-stage rank without data computes the same loss from the weights that it receives."""
+    data_rank = make_aggregator(weights_key="loss_mask").begin_step(fixture_f(2))
+    other = make_aggregator(
+        weights_key="loss_mask", groups=ParallelGroups(tp=FakeGroup(2, 1))
+    ).begin_step(None, num_microbatches=2)
+    store = run_schedule(other.loss_func, iter(data_rank.microbatches), 2)
+    other.validate()
+    assert other.report(store)["loss"] == pytest.approx(20 / 7)
+    assert not other.is_empty
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        ([], "a list of 2 dicts, one per microbatch; got a list of 0"),
+        (None, "got a NoneType of 0"),
+        ({"loss": 1}, "got a dict of 0"),
+        ([{"loss": torch.ones(2)}], "a list of 2 dicts, .* got a list of 1"),
+        ([{"loss": torch.ones(2)}] * 3, "got a list of 3"),
+        ([{"loss": torch.ones(2)}, {"lm loss": torch.ones(2)}], "got an entry with lm loss"),
+        ([{"loss": 1.0}, {"loss": torch.ones(2)}], r"\[numerator, denominator\] under loss"),
+        ([{"loss": torch.tensor(1.0)}] * 2, r"\[numerator, denominator\] under loss"),
+        ([torch.ones(2)] * 2, "got an entry with Tensor"),
+    ],
+)
+def test_report_on_wrong_things(store, message):
+    """What came and what was expected; a part of the microbatches is no silent rescaling."""
+    step = make_aggregator().begin_step(fixture_f(2))
+    run_step(step)
+    with pytest.raises(LossAggError, match=message):
+        step.report(store)
