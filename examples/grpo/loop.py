@@ -80,9 +80,9 @@ def train(
             metrics = {"step": step, **train_on_batch(batch, trainer, config)}
             metrics["seconds"] = time.perf_counter() - started
             metrics["tokens_per_second"] = metrics["num_tokens"] / metrics["seconds"]
+            _check_is_finite(metrics)
             if recorder is not None:
                 recorder.add(metrics)
-            _check_is_finite(metrics)
             is_stopped = stop.is_made() and step < config.steps
             if is_stopped:
                 break

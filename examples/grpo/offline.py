@@ -67,6 +67,14 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "prompt_id": (str, int),
+    "prompt": (str,),
+    "response": (str,),
+    "reward": (int, float),
+}
+
+
 def _read_record(line: bytes) -> Record:
     try:
         values = json.loads(line)
@@ -76,8 +84,7 @@ def _read_record(line: bytes) -> Record:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(values, dict):
         raise ValueError(f"expected a JSON object, got {_shown(values)}")
-    expected = {"prompt_id": (str, int), "prompt": str, "response": str, "reward": (int, float)}
-    for key, kinds in expected.items():
+    for key, kinds in _KINDS.items():
         if key not in values:
             raise ValueError(f"has no {key!r}; its keys are {', '.join(values) or '(none)'}")
         if not isinstance(values[key], kinds):

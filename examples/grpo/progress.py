@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,17 +39,23 @@ class RunDisplay:
         columns: what to show of each step.
         num_steps: of the whole run.
         history: steps done before, if the run goes on from a checkpoint.
+        is_live: None: if stdout is a terminal.
     """
 
     def __init__(
-        self, columns: Sequence[Column], num_steps: int, history: Sequence[Metrics] = ()
+        self,
+        columns: Sequence[Column],
+        num_steps: int,
+        history: Sequence[Metrics] = (),
+        *,
+        is_live: bool | None = None,
     ) -> None:
-        self.console = Console(highlight=False)
+        is_live = sys.stdout.isatty() if is_live is None else is_live
         self._columns = columns
         self._num_steps = num_steps
         self._history = list(history)
         self._live: Live | None = None
-        if self.console.is_terminal:
+        if is_live:
             self._bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
@@ -57,7 +64,8 @@ class RunDisplay:
                 expand=True,
             )
             self._task = self._bar.add_task("", total=num_steps, completed=len(self._history))
-            self._live = Live(self._view(), console=self.console, refresh_per_second=5)
+            console = Console(highlight=False, force_terminal=True)
+            self._live = Live(self._view(), console=console, refresh_per_second=5)
 
     def __enter__(self) -> RunDisplay:
         if self._live is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class Trainer:
         microbatch = None if data_iterator is None else next(data_iterator)
         return slice_for_cp(broadcast_batch(microbatch, MICROBATCH_FIELDS, self.groups.tp))
 
-    def _token_losses(self, output: Tensor, microbatch: dict[str, Tensor]) -> Tensor:
+    def _token_losses(self, output: Tensor, microbatch: Mapping[str, Any]) -> Tensor:
         """The `loss_fn` of the plugin: the loss of every token [b, s], not reduced."""
         mask = microbatch["loss_mask"] != 0
         losses = ppo_clip_loss(

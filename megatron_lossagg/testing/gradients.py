@@ -134,9 +134,9 @@ def assemble(
                 _check_agreement(name, replicas[0], other, tolerance, what)
         first = [parts[tp_rank][0] for tp_rank in sorted(parts)]
         dim = first[0].dim
-        whole[name] = (
-            first[0].tensor if dim is None else torch.cat([part.tensor for part in first], dim)
-        )
+        # Copies: a view would be pickled with everything that its rank sent.
+        tensors = [part.tensor for part in first]
+        whole[name] = tensors[0].clone() if dim is None else torch.cat(tensors, dim)
     return whole
 
 

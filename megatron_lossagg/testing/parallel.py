@@ -60,11 +60,12 @@ def initialize_model_parallel(layout: Layout) -> None:
     Raises:
         LossAggError: the number of ranks is not the layout's.
     """
-    from megatron.core import parallel_state, tensor_parallel
-
     install_cpu_shim()
     _initialize_default_group(layout)
     _forget_another_world()
+    # Only now: its import takes seconds, and the number of ranks may be wrong.
+    from megatron.core import parallel_state, tensor_parallel
+
     groups_layout = replace(layout, num_microbatches=layout.pp, sequence_parallel=False)
     if not _is_in_force(parallel_state, groups_layout):
         _put_aside(parallel_state)

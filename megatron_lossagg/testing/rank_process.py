@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -103,21 +104,31 @@ def current_stacks(ranks: list[RankProcess]) -> dict[int, str]:
 @contextlib.contextmanager
 def environment_of_ranks() -> Iterator[None]:
     """What a spawned process inherits: no GPU, one thread, loopback, and Ctrl-C ignored."""
+    main = sys.modules["__main__"]
+    main_file = getattr(main, "__file__", None)
+    # A script from standard input has a file name that ranks cannot import.
+    hides_main = main_file is not None and not os.path.exists(main_file)
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     wanted = {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
+        # What Megatron asks for, in a warning per rank.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         # Megatron decorates helpers with torch.compile; eager code is exact and starts at once.
         "TORCHDYNAMO_DISABLE": "1",
         **({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}),
     }
     saved = {key: os.environ.get(key) for key in wanted}
+    if hides_main:
+        del main.__file__
     os.environ.update(wanted)
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
     try:
         yield
     finally:
+        if hides_main:
+            main.__file__ = main_file
         if in_main_thread:
             signal.signal(signal.SIGINT, handler)
         for key, value in saved.items():

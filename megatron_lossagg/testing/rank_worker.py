@@ -43,6 +43,7 @@ _PEER_FAILURE_TEXTS = (
 _KNOWN_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
+    "full scope is deprecated",
     r"`torch\.distributed\..*` is deprecated",
 )
 

@@ -13,9 +13,11 @@ from grpo.advantages import group_advantages
 from grpo.cli import CONFIGS, make_parser, overrides_of
 from grpo.config import DataConfig, GrpoConfig, OfflineConfig
 from grpo.config_file import load_config
+from grpo.jobs import summarize_rewards
 from grpo.metrics import MetricsWriter, read_metrics
 from grpo.offline import EOS, SEPARATOR, Record, encode, read_records
 from grpo.policy_loss import ppo_clip_loss
+from grpo.progress import Column, RunDisplay
 from grpo.task import EOS as COUNT_EOS
 from grpo.task import CountTask
 
@@ -282,6 +284,29 @@ def test_resuming_drops_steps_after_the_checkpoint(tmp_path):
     resumed.write({"step": 3, "reward": 0.7})
     resumed.close()
     assert [(m["step"], m["reward"]) for m in read_metrics(path)] == [(1, 0.5), (2, 0.5), (3, 0.7)]
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_the_display_shows_every_metric(is_live, capsys):
+    columns = [Column("reward", "reward (0 to 1)", ".3f"), Column("loss", "loss", ".4f")]
+    before = [{"step": 1, "reward": 0.1, "loss": 0.0}]
+    with RunDisplay(columns, 3, before, is_live=is_live) as display:
+        display.step({"step": 2, "reward": 0.25, "loss": -0.5})
+        display.step({"step": 3, "reward": 0.5, "loss": 0.125})
+    output = capsys.readouterr().out
+    assert "reward (0 to 1)" in output and "0.500" in output and "0.1250" in output
+    assert ("\x1b" in output) == is_live
+    if not is_live:
+        assert [line.split()[0] for line in output.splitlines()] == ["step", "2", "3"]
+
+
+def test_the_summary_says_whether_the_goal_was_reached():
+    rising = [{"step": step, "reward": step / 20} for step in range(1, 21)]
+    assert "Reward 0.050 at step 1 -> 0.775 (mean of the last 10" in summarize_rewards(rising)
+    assert "Goal NOT reached: 0.9" in summarize_rewards(rising)
+    there = [*rising, *({"step": step, "reward": 0.95} for step in range(21, 31))]
+    assert "-> 0.950" in summarize_rewards(there)
+    assert "Goal reached: 0.9 of the maximum, first at step 18" in summarize_rewards(there)
 
 
 def test_the_launch_scripts_are_shell():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_lossagg import LossAggregator, ParallelGroups
@@ -32,6 +33,9 @@ FIXTURE_F_VALUES = [
     ),
 ]
 MODES = [(mode, options) for mode, options, *_ in FIXTURE_F_VALUES]
+
+REGIMES = pytest.mark.parametrize("per_token", [False, True], ids=["R1", "R3"])
+ALL_MODES = pytest.mark.parametrize(("mode", "options"), MODES)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,11 @@ def make_microbatch(losses: Any, mask: Any, **fields: Any) -> dict[str, Any]:
     """A microbatch whose "losses" are a leaf that collects a gradient."""
     losses = torch.tensor(losses, dtype=torch.float64, requires_grad=True)
     return {"losses": losses, "loss_mask": torch.tensor(mask), **fields}
+
+
+def ones(num_microbatches: int, loss: float = 1.0) -> list[dict[str, Any]]:
+    """Microbatches of one row with two valid tokens, all of the same loss."""
+    return [make_microbatch([[loss, loss]], [[1, 1]]) for _ in range(num_microbatches)]
 
 
 def fixture_f(num_microbatches: int) -> list[dict[str, Any]]:

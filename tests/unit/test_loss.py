@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from one_process import MODES, make_aggregator, make_microbatch
+from one_process import ALL_MODES, REGIMES, make_aggregator, make_microbatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lossagg import LossAggError
@@ -66,8 +66,8 @@ def test_garbage_counts_only_where_the_weight_is_not_zero(garbage):
     assert not torch.isfinite(shown)
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize(("mode", "options"), MODES)
+@REGIMES
+@ALL_MODES
 def test_loss_func_neither_syncs_nor_communicates(monkeypatch, mode, options, per_token):
     """No operator that reads a value on the host or selects by data, no collective, any mode."""
     for name in ("all_reduce", "broadcast", "all_gather", "barrier", "reduce", "send", "recv"):
@@ -96,8 +96,8 @@ def test_the_recorder_sees_a_sync():
         assert ops.forbidden() != []
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize(("mode", "options"), MODES)
+@REGIMES
+@ALL_MODES
 def test_everything_about_a_step_is_in_the_weights(mode, options, per_token):
     """Under a replayed graph step 1's loss_func runs on step 2's data in the same buffers."""
     aggregator = make_aggregator(mode, per_token=per_token, **options)

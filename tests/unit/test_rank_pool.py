@@ -156,13 +156,30 @@ def test_script_with_main_guard_may_leave_the_pool_open(tmp_path):
         "def work(x):\n"
         "    return x + 1, os.getpid()\n"
         'if __name__ == "__main__":\n'
-        "    pool = RankPool(2)\n"
-        "    print([r[0] for r in pool.run(work, 1)], *[r[1] for r in pool.run(work, 1)])\n",
+        "    pool = RankPool(1)\n"
+        "    print(*pool.run(work, 1)[0], *pool.run(work, 2)[0])\n",
         tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    numbers, *pids = done.stdout.replace("[2, 2]", "ok").split()
-    assert numbers == "ok"
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid), 0)
+    first, pid, second, same_pid = map(int, done.stdout.split())
+    assert (first, second, same_pid) == (2, 3, pid)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_script_from_standard_input():
+    """It cannot be imported by the ranks; functions of modules work all the same."""
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=(
+            "import os\n"
+            "from megatron_lossagg.testing import RankPool\n"
+            "with RankPool(1) as pool:\n"
+            "    print(pool.run(os.path.basename, 'a/b'))\n"
+        ),
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "['b']\n", done.stderr
