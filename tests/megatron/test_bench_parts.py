@@ -304,4 +304,4 @@ def test_shim_can_be_removed_and_put_back(shim):
 def test_import_does_not_need_megatron():
     """The bench is cheap to import: Megatron comes with the first model."""
     code = "import sys, megatron_lossagg.testing; assert 'megatron.core' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

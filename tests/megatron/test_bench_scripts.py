@@ -49,7 +49,7 @@ def test_scripts(tmp_path):
     plain = _start(tmp_path, "plain.py", guard.format("D=1 M=2"))
     two = _start(tmp_path, "two.py", guard.format("PP=2 M=2"), *torchrun)
     misfit = _start(tmp_path, "misfit.py", guard.format("PP=4 M=2"), *torchrun)
-    outcomes = [process.communicate(timeout=120) for process in (plain, two, misfit)]
+    outcomes = [process.communicate(timeout=400) for process in (plain, two, misfit)]
     assert plain.returncode == 0, outcomes[0][1]
     assert outcomes[0][0].split() == ["close:", "True"]
     assert two.returncode == 0, outcomes[1][1]

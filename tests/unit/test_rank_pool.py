@@ -109,7 +109,7 @@ def test_hang_is_ended_and_shows_where_each_rank_was(pool):
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"did not finish within 1 s: ranks \[0\]") as caught:
         pool.run(_barrier_that_rank_1_forgets, timeout_s=1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 20
     assert "_barrier_that_rank_1_forgets" in caught.value.failures[0]
     assert pool.run(_sum_of_ranks, 1.0)[0][2] == 3.0
 
@@ -134,7 +134,7 @@ def _run_script(text: str, folder: Path) -> subprocess.CompletedProcess:
         env={**os.environ, "PYTHONPATH": str(_ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -180,6 +180,6 @@ def test_script_from_standard_input():
         env={**os.environ, "PYTHONPATH": str(_ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout == "['b']\n", done.stderr
