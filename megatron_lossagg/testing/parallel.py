@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,9 @@ from megatron_lossagg.testing.device_shim import install_cpu_shim
 from megatron_lossagg.testing.layout import Layout
 
 _SEED = 1234
-# A layout holds some 30 groups, and a gloo group holds sockets: keep a few layouts, not all.
-_MAX_KEPT_LAYOUTS = 8
+# A layout holds some 20 groups, and a gloo group holds sockets and threads that wake a hundred times
+# a second: keep two layouts, one to run and one for its reference, not all.
+_MAX_KEPT_LAYOUTS = 2
 
 
 @dataclass
@@ -184,10 +186,14 @@ def _forget_another_world() -> None:
         _kept.layouts.clear()
         _kept.current = None
         _kept.world = world
+        gc.collect()
 
 
 def _destroy(kept: _KeptLayout) -> None:
     kept.objects.clear()
+    # Models in DDP are reference cycles that hold groups: each group keeps a thread that wakes a
+    # hundred times a second until the last reference to it is gone.
+    gc.collect()
     for value in kept.state.values():
         for group in value if isinstance(value, list) else [value]:
             if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
