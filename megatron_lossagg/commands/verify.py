@@ -33,12 +33,12 @@ from megatron_lossagg.testing.verification import (
 
 # Narrow enough for a terminal of 80 columns.
 _HEADINGS = {
-    "token-mean": "token\n-mean",
-    "token-sum": "token\n-sum",
-    "seq-mean-token-sum": "seq-mean\n-token-sum",
-    "seq-mean-token-mean": "seq-mean\n-token-mean",
-    "seq-mean-token-sum-norm": "...-norm\nsum",
-    "seq-mean-token-sum-norm/seq-mean": "...-norm\nseq-mean",
+    "token-mean": "token-\nmean",
+    "token-sum": "token-\nsum",
+    "seq-mean-token-sum": "seq-mean\n-token-\nsum",
+    "seq-mean-token-mean": "seq-mean\n-token-\nmean",
+    "seq-mean-token-sum-norm": "seq-mean\n-token-\nsum-norm",
+    "seq-mean-token-sum-norm/seq-mean": "(norm,\nseq-mean\ncount)",
 }
 Fault = Enum("Fault", {name: name for name in fault_names()}, type=str)  # type: ignore[misc]
 

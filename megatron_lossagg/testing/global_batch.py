@@ -168,9 +168,10 @@ def _nasty_mask(
         if row % 3 == 0 and response > 2:
             mask[row, prompt] = 0  # such as a tool's output inside the response
     last_microbatch = assignment[-1][-1]
+    others = list(range(num_rows))
     if len(assignment) * len(assignment[0]) > 1:
         mask[list(last_microbatch)] = 0
-    others = [row for row in range(num_rows) if row not in last_microbatch]
+        others = [row for row in others if row not in last_microbatch]
     if len(others) > 1:
         mask[others[len(others) // 2]] = 0
     _make_counts_differ(mask, assignment)
