@@ -21,8 +21,8 @@ from megatron_lossagg.testing.device_shim import install_cpu_shim
 from megatron_lossagg.testing.layout import Layout
 
 _SEED = 1234
-# A layout holds some 20 groups, and a gloo group holds sockets and threads that wake a hundred times
-# a second: keep two layouts, one to run and one for its reference, not all.
+# A layout holds some 20 groups, and a gloo group holds sockets and a thread that wakes a hundred
+# times a second: keep two layouts, one to run and one for its reference, not all.
 _MAX_KEPT_LAYOUTS = 2
 
 
