@@ -58,6 +58,9 @@ class LossAggregator:
         weights_key: the field of a microbatch that carries the weights. With "loss_mask" they
             replace the mask and travel wherever a trainer broadcasts and slices it.
         weight_dtype: dtype of the weights; float32 is exact to 6e-8.
+        masks_are_cp_sliced: microbatches hold this context-parallel rank's part of each mask; then
+            planning takes one more all-reduce, of n_s over the cp group, and `slice_for_cp` is not
+            to be called.
 
     Raises:
         ValueError: an unknown option, or L missing or not above zero.
@@ -79,6 +82,7 @@ class LossAggregator:
         returns: str = "auto",
         weights_key: str = "loss_weights",
         weight_dtype: torch.dtype = torch.float32,
+        masks_are_cp_sliced: bool = False,
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}.")
@@ -94,6 +98,7 @@ class LossAggregator:
         self._cp_gradient = cp_gradient
         self._returns = returns
         self._weight_dtype = weight_dtype
+        self._masks_are_cp_sliced = masks_are_cp_sliced
         self._stream = WrappedStream()
 
     @classmethod
@@ -119,6 +124,7 @@ class LossAggregator:
         *,
         num_microbatches: int | None = None,
         counts: GlobalCounts | None = None,
+        num_units: int | None = None,
     ) -> Step:
         """Plan a step: starts one all-reduce of 256 bytes over the data-parallel group.
 
@@ -134,6 +140,8 @@ class LossAggregator:
                 0 for a row that only pads the batch), at full length, before any context-parallel
                 slicing. They are not changed.
             num_microbatches: M, needed without microbatches.
+            num_units: U, the units of the global batch, in modes with units (`unit_ids` in each
+                microbatch); then a second all-reduce of 16 * U bytes runs.
             counts: counts of the global batch, if the caller already knows them.
 
         Raises:
@@ -175,11 +183,15 @@ class LossAggregator:
                 f"begin_step got {len(microbatches)} microbatches but num_microbatches="
                 f"{num_microbatches}; leave num_microbatches out or make them equal."
             )
-        plan = WeightPlan(microbatches, options, context.groups, counts)
+        plan = WeightPlan(microbatches, options, context.groups, counts, num_units)
         return Step(context, plan, len(microbatches))
 
     def wrap(
-        self, data_iterator: Any, *, num_microbatches: int | Callable[[], int]
+        self,
+        data_iterator: Any,
+        *,
+        num_microbatches: int | Callable[[], int],
+        num_units: int | Callable[[], int] | None = None,
     ) -> Iterator[dict[str, Any]] | list[Any] | None:
         """Wrap a trainer's iterator: one all-reduce over dp at the first `next` of a step.
 
@@ -191,13 +203,20 @@ class LossAggregator:
             data_iterator: an iterator of microbatches, a list of them (one per model chunk; they
                 yield the same sequence, or are one object), or None on a rank without data.
             num_microbatches: what the schedule is called with, or a function that gives it.
+            num_units: as in `begin_step`, or a function that gives it.
 
         Returns:
             The wrapped iterator; None for None; a list for a list.
         """
         if not callable(num_microbatches):
             resolve_num_microbatches(num_microbatches)
-        return self._stream.wrap(data_iterator, num_microbatches, self._plan_wrapped_step)
+
+        def plan_step(microbatches: Sequence[Microbatch]) -> tuple[Step, WeightPlan]:
+            return self._plan_wrapped_step(
+                microbatches, num_units() if callable(num_units) else num_units
+            )
+
+        return self._stream.wrap(data_iterator, num_microbatches, plan_step)
 
     def loss_func(
         self, microbatch: Mapping[str, Any], output_tensor: Any, non_loss_data: bool = False
@@ -220,10 +239,12 @@ class LossAggregator:
         """
         self._stream.validate(num_tokens)
 
-    def _plan_wrapped_step(self, microbatches: Sequence[Microbatch]) -> tuple[Step, WeightPlan]:
+    def _plan_wrapped_step(
+        self, microbatches: Sequence[Microbatch], num_units: int | None
+    ) -> tuple[Step, WeightPlan]:
         context, options = self._prepare()
         install_finalize_check(self.model_config, self.validate)
-        plan = WeightPlan(microbatches, options, context.groups)
+        plan = WeightPlan(microbatches, options, context.groups, num_units=num_units)
         return Step(context, plan, len(plan)), plan
 
     def _prepare(self) -> tuple[StepContext, WeightOptions]:
@@ -244,7 +265,8 @@ class LossAggregator:
             spec=self.mode_spec,
             weights_key=self.weights_key,
             weight_dtype=self._weight_dtype,
-            times_num_tokens=contract.returns_num_tokens,
+            times_num_tokens=contract.weights_carry_num_tokens,
+            masks_are_cp_sliced=self._masks_are_cp_sliced,
             fingerprint=zlib.crc32(repr(identity).encode()) >> (32 - FINGERPRINT_BITS),
         )
         return context, options

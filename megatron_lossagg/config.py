@@ -41,6 +41,9 @@ class LossAggConfig:
     weight_dtype: str = "float32"
     """"float32", "float64" or "bfloat16"."""
 
+    masks_are_cp_sliced: bool = False
+    """Whether microbatches hold this context-parallel rank's part of each mask."""
+
     def __post_init__(self) -> None:
         spec = ModeSpec(
             self.loss_agg_mode, self.loss_scale_factor, self.norm_semantics, self.sequence_count

@@ -12,12 +12,16 @@ from torch import Tensor
 
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communication_device
+from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.units import LocalUnits
 
 # Layout of the vector that is reduced: 8 header entries, then 3 entries per mask slot. Its length
 # never depends on the configuration, so that ranks which were configured differently still run the
 # same collective and can find out. 32 int64 are 256 bytes.
 NUM_MASK_SLOTS = 8
-_RANKS, _FINGERPRINT, _FINGERPRINT_SQUARED, _MICROBATCHES, _BAD_MASK_VALUES = range(5)
+_RANKS, _FINGERPRINT, _FINGERPRINT_SQUARED, _MICROBATCHES, _BAD_MASK_VALUES, _BAD_UNIT_IDS = range(
+    6
+)
 _HEADER = 8
 VECTOR_LENGTH = _HEADER + 3 * NUM_MASK_SLOTS
 # fingerprint^2 summed over 2^14 ranks must stay below 2^63.
@@ -50,6 +54,17 @@ def _as_count(name: str, value: Any) -> Tensor:
     return torch.tensor(int(value), dtype=torch.int64)
 
 
+def _as_unit_counts(name: str, value: Any) -> Tensor:
+    """An int64 tensor [U]; raises on anything else."""
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"GlobalCounts.{name} must be an integer tensor [num_units].")
+    if value.dim() != 1:
+        raise ValueError(
+            f"GlobalCounts.{name} must have shape [num_units], got {tuple(value.shape)}."
+        )
+    return value.to(torch.int64)
+
+
 @dataclass(frozen=True)
 class GlobalCounts:
     """Counts of one global batch: all sequences of one optimizer step. int64 tensors of shape [].
@@ -60,6 +75,8 @@ class GlobalCounts:
         num_tokens: T, tokens whose mask is 1.
         num_valid_seqs: sequences with at least one such token.
         num_seqs: sequences, valid or not, without rows that a `sample_mask` marks as padding.
+        unit_num_tokens: T_u, the valid tokens of each unit, int64 [U]; None without units.
+        unit_num_seqs: B_u, the sequences of each unit with a valid token, int64 [U].
 
     Raises:
         TypeError: a count is a float or a bool. ValueError: a count is negative or not one number.
@@ -68,62 +85,23 @@ class GlobalCounts:
     num_tokens: Tensor
     num_valid_seqs: Tensor
     num_seqs: Tensor
+    unit_num_tokens: Tensor | None = None
+    unit_num_seqs: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, _as_count(field.name, getattr(self, field.name)))
+        for name in ("num_tokens", "num_valid_seqs", "num_seqs"):
+            object.__setattr__(self, name, _as_count(name, getattr(self, name)))
+        for name in ("unit_num_tokens", "unit_num_seqs"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _as_unit_counts(name, getattr(self, name)))
 
     def to(self, device: torch.device) -> GlobalCounts:
         """The same counts on `device`. Moving them from a GPU to the CPU waits for the GPU."""
         if self.num_tokens.device == device:
             return self
-        return GlobalCounts(
-            *(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self))
-        )
-
-
-def valid_tokens(loss_mask: Tensor, sample_mask: Tensor | None = None) -> Tensor:
-    """Which tokens count: bool [b, s]. Does not communicate.
-
-    Args:
-        loss_mask: [b, s], values 0 and 1.
-        sample_mask: [b]; 0 marks a row that only pads the batch.
-
-    Raises:
-        TypeError: not tensors.
-        ValueError: wrong shapes, or (on the CPU, where looking costs nothing) other values. On a
-            GPU other values are counted and raise in the step's `validate`.
-    """
-    for name, mask in {"loss_mask": loss_mask, "sample_mask": sample_mask}.items():
-        if not isinstance(mask, Tensor) and not (name == "sample_mask" and mask is None):
-            raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}.")
-    if loss_mask.dim() != 2:
-        raise ValueError(
-            f"loss_mask must have shape [b, s], one sequence per row; got {tuple(loss_mask.shape)}."
-        )
-    if loss_mask.device.type == "cpu" and int(num_bad_mask_values(loss_mask)) > 0:
-        wrong = loss_mask[(loss_mask != 0) & (loss_mask != 1)]
-        raise ValueError(
-            f"loss_mask may hold only 0 and 1, got {wrong.numel()} other values such as "
-            f"{wrong[0].item()}. Put per-token weights into the loss, not into the mask: the mask "
-            "is what is counted."
-        )
-    valid = loss_mask != 0
-    if sample_mask is not None:
-        if sample_mask.shape != loss_mask.shape[:1]:
-            raise ValueError(
-                f"sample_mask must have shape [b] = [{loss_mask.shape[0]}], got "
-                f"{tuple(sample_mask.shape)}."
-            )
-        valid = valid & (sample_mask != 0).unsqueeze(1)
-    return valid
-
-
-def num_bad_mask_values(loss_mask: Tensor) -> Tensor:
-    """How many values are neither 0 nor 1; int64, shape []."""
-    if loss_mask.dtype == torch.bool:
-        return torch.zeros((), dtype=torch.int64, device=loss_mask.device)
-    return ((loss_mask != 0) & (loss_mask != 1)).sum()
+        values = (getattr(self, field.name) for field in fields(self))
+        moved: list[Any] = [v if v is None else v.to(device, non_blocking=True) for v in values]
+        return GlobalCounts(*moved)
 
 
 @dataclass(frozen=True)
@@ -131,68 +109,52 @@ class LocalCounts:
     """What this rank's microbatches hold: kept so that masks are read once.
 
     Attributes:
-        valid: bool [b, s] per microbatch.
-        num_tokens_of_rows: n_s, int64 [b] per microbatch.
+        sequences: the sequences of each microbatch.
+        units: their units, if the mode counts them.
         vector: the packed int64 [VECTOR_LENGTH] contribution of this rank.
     """
 
-    valid: list[Tensor]
-    num_tokens_of_rows: list[Tensor]
+    sequences: list[Sequences]
+    units: LocalUnits | None
     vector: Tensor
 
 
 def count_local(
-    loss_masks: Sequence[Tensor],
-    sample_masks: Sequence[Tensor | None] | None = None,
-    fingerprint: int = 0,
+    sequences: list[Sequences], units: LocalUnits | None = None, fingerprint: int = 0
 ) -> LocalCounts:
-    """Count this rank's masks. Does not communicate."""
-    if not isinstance(loss_masks, Sequence) or not loss_masks:
-        size = "empty " if isinstance(loss_masks, Sequence) else ""
-        raise ValueError(
-            "Expected a non-empty list of loss masks [b, s], one per microbatch; got: "
-            f"{size}{type(loss_masks).__name__}."
-        )
-    sample_masks = [None] * len(loss_masks) if sample_masks is None else sample_masks
-    if len(sample_masks) != len(loss_masks):
-        raise ValueError(
-            f"Got {len(sample_masks)} sample_masks for {len(loss_masks)} loss masks; pass one per "
-            "microbatch (None where all rows are real)."
-        )
-    valid = [valid_tokens(m, s) for m, s in zip(loss_masks, sample_masks, strict=True)]
-    of_rows = [v.sum(dim=1) for v in valid]
-    all_rows = torch.cat(of_rows)
-    num_seqs = sum(
-        (v.new_tensor(len(v), dtype=torch.int64) if s is None else (s != 0).sum())
-        for v, s in zip(valid, sample_masks, strict=True)
-    )
-    vector = torch.zeros(VECTOR_LENGTH, dtype=torch.int64, device=all_rows.device)
+    """Count this rank's sequences. Does not communicate."""
+    num_tokens = torch.cat([s.num_tokens for s in sequences])
+    vector = torch.zeros(VECTOR_LENGTH, dtype=torch.int64, device=num_tokens.device)
     vector[_RANKS] = 1
     vector[_FINGERPRINT] = fingerprint
     vector[_FINGERPRINT_SQUARED] = fingerprint**2
-    vector[_MICROBATCHES] = len(loss_masks)
-    if vector.device.type != "cpu":  # on the CPU valid_tokens has raised already
-        vector[_BAD_MASK_VALUES] = torch.stack([num_bad_mask_values(m) for m in loss_masks]).sum()
-    vector[_HEADER] = all_rows.sum()
-    vector[_HEADER + 1] = (all_rows > 0).sum()
-    vector[_HEADER + 2] = num_seqs
-    return LocalCounts(valid, of_rows, vector)
+    vector[_MICROBATCHES] = len(sequences)
+    vector[_BAD_MASK_VALUES] = torch.stack([s.num_bad_values for s in sequences]).sum()
+    if units is not None:
+        vector[_BAD_UNIT_IDS] = units.num_bad_ids
+    vector[_HEADER] = num_tokens.sum()
+    vector[_HEADER + 1] = (num_tokens > 0).sum()
+    vector[_HEADER + 2] = torch.stack([s.num_seqs for s in sequences]).sum()
+    return LocalCounts(sequences, units, vector)
 
 
 class PendingCounts:
     """Counts whose all-reduce may still be running."""
 
-    def __init__(self, vector: Tensor, work: Any) -> None:
+    def __init__(self, vector: Tensor, unit_counts: Tensor | None, works: list[Any]) -> None:
         self._vector = vector
-        self._work = work
+        self._unit_counts = unit_counts
+        self._works = works
 
     def wait(self) -> GlobalCounts:
         """The counts. Under NCCL this orders streams and does not block the host."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        for work in self._works:
+            work.wait()
+        self._works = []
         tokens, valid, nominal = self._vector[_HEADER : _HEADER + 3].unbind()
-        return GlobalCounts(num_tokens=tokens, num_valid_seqs=valid, num_seqs=nominal)
+        if self._unit_counts is None:
+            return GlobalCounts(tokens, valid, nominal)
+        return GlobalCounts(tokens, valid, nominal, *self._unit_counts.unbind())
 
     def check(self) -> None:
         """Raise LossAggError if ranks were configured differently or a mask held other values.
@@ -208,11 +170,16 @@ class PendingCounts:
                 "convention): their weights would not belong to one objective. Build "
                 "LossAggregator with the same arguments on every rank."
             )
+        if header[_BAD_UNIT_IDS] > 0:
+            raise LossAggError(
+                f"{header[_BAD_UNIT_IDS]} unit_ids of the global batch are outside 0..num_units-1. "
+                "Units are numbered densely over all ranks: 0 to num_units - 1."
+            )
         if header[_BAD_MASK_VALUES] > 0:
             raise LossAggError(
-                f"{header[_BAD_MASK_VALUES]} mask values in the global batch are neither 0 nor 1. "
-                "Put per-token weights into the loss, not into the mask: the mask is what is "
-                "counted."
+                f"{header[_BAD_MASK_VALUES]} mask values in the global batch are neither 0 nor 1, "
+                "or 1 outside every sequence of cu_seqlens. Put per-token weights into the loss, "
+                "not into the mask: the mask is what is counted."
             )
 
 
@@ -220,7 +187,12 @@ def start_reduction(local: LocalCounts, groups: ParallelGroups) -> PendingCounts
     """Start the all-reduce of a rank's counts over the data-parallel group (dp, without cp)."""
     device = communication_device(groups.dp, local.vector.device)
     vector = local.vector.to(device, copy=True)  # the local counts stay what they are
-    return PendingCounts(vector, all_reduce_sum(vector, groups.dp, async_op=True))
+    works = [all_reduce_sum(vector, groups.dp, async_op=True)]
+    unit_counts = None
+    if local.units is not None:
+        unit_counts = local.units.counts.to(device, copy=True)
+        works.append(all_reduce_sum(unit_counts, groups.dp, async_op=True))
+    return PendingCounts(vector, unit_counts, [work for work in works if work is not None])
 
 
 def check_given_counts(counts: GlobalCounts, local: LocalCounts) -> None:
@@ -241,19 +213,28 @@ def count_global_batch(
     groups: ParallelGroups,
     *,
     sample_masks: Sequence[Tensor | None] | None = None,
+    cu_seqlens: Sequence[Tensor | None] | None = None,
+    cu_seqlens_padded: Sequence[Tensor | None] | None = None,
+    unit_ids: Sequence[Tensor] | None = None,
+    num_units: int | None = None,
 ) -> GlobalCounts:
     """Count the global batch: one all-reduce over the data-parallel group (dp, without cp).
 
     T = sum of the masks, B = sequences, over all ranks and microbatches. One int64 vector of 256
-    bytes is reduced, whatever the number of microbatches. Every rank of the group must call it.
+    bytes is reduced, whatever the number of microbatches; with units one more of 16 * num_units
+    bytes. Every rank of the group must call it.
 
     Args:
-        loss_masks: this rank's masks, one [b, s] per microbatch, at full length (before
-            context-parallel slicing), values 0 and 1.
+        loss_masks: this rank's masks, one [b, s] (or [1, t] with `cu_seqlens`) per microbatch, at
+            full length (before context-parallel slicing), values 0 and 1.
         groups: whose `dp` group holds the ranks with different data;
             `ParallelGroups.from_megatron()` or `ParallelGroups.single_process()`.
         sample_masks: per microbatch a [b] tensor whose 0 marks a row that only pads the batch, or
             None.
+        cu_seqlens: per microbatch the boundaries of its packed sequences, or None.
+        cu_seqlens_padded: per microbatch where its padded sequences start, or None.
+        unit_ids: per microbatch the unit of each sequence, an integer in 0..num_units-1.
+        num_units: U, the units of the whole global batch.
 
     Returns:
         GlobalCounts, summed over ranks and microbatches.
@@ -262,6 +243,31 @@ def count_global_batch(
         ValueError: no masks, a wrong shape or other values than 0 and 1.
         LossAggError: a mask on a GPU held other values than 0 and 1.
     """
-    pending = start_reduction(count_local(loss_masks, sample_masks), groups)
+    if not isinstance(loss_masks, Sequence) or not loss_masks:
+        size = "empty " if isinstance(loss_masks, Sequence) else ""
+        raise ValueError(
+            "Expected a non-empty list of loss masks [b, s], one per microbatch; got: "
+            f"{size}{type(loss_masks).__name__}."
+        )
+    per_microbatch = {
+        "loss_masks": loss_masks,
+        "sample_masks": sample_masks,
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_padded": cu_seqlens_padded,
+    }
+    columns = []
+    for name, values in per_microbatch.items():
+        values = [None] * len(loss_masks) if values is None else values
+        if len(values) != len(loss_masks):
+            raise ValueError(
+                f"Got {len(values)} {name} for {len(loss_masks)} loss masks; pass one per "
+                "microbatch (or None for it)."
+            )
+        columns.append(values)
+    sequences = [Sequences.of(*fields) for fields in zip(*columns, strict=True)]
+    units = None
+    if unit_ids is not None:
+        units = LocalUnits.of(sequences, unit_ids, num_units)
+    pending = start_reduction(count_local(sequences, units), groups)
     pending.check()
     return pending.wait()

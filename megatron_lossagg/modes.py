@@ -10,6 +10,11 @@ and L the `loss_scale_factor`. Every mode is a weight per valid token,
     seq-mean-token-mean                         w = 1 / (B * n_s)    sum of w = B_valid / B
     seq-mean-token-sum-norm, "sum"              w = 1 / L            sum of w = T / L
     seq-mean-token-sum-norm, "seq-mean"         w = 1 / (B * L)      sum of w = T / (B * L)
+    unit-mean-token-mean                        w = 1 / (U * T_u)          sum of w = 1
+    unit-mean-seq-mean-token-mean               w = 1 / (U * B_u * n_s)    sum of w = 1
+
+U is the number of units (rollouts of several samples, or a prompt's answers) with a valid token,
+T_u and B_u the valid tokens and valid sequences of the sequence's unit, over the global batch.
 
 The weight is the same for every valid token of a sequence, so a mode is a function that returns one
 factor per sequence. A count of zero gives a weight of zero, never a division by zero.
@@ -18,7 +23,7 @@ factor per sequence. A count of zero gives a weight of zero, never a division by
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 import torch
@@ -40,6 +45,9 @@ class ModeInputs:
         num_valid_seqs: sequences with at least one valid token, shape [].
         loss_scale_factor: L, or None where the mode does not need one.
         norm_semantics: "sum" or "seq-mean".
+        num_units: U, units with a valid token, shape []; None in modes without units.
+        unit_num_tokens: T_u of each sequence's unit, [n].
+        unit_num_seqs: B_u of each sequence's unit, [n].
     """
 
     num_tokens: Tensor
@@ -47,6 +55,9 @@ class ModeInputs:
     num_valid_seqs: Tensor
     loss_scale_factor: float | None
     norm_semantics: str
+    num_units: Tensor | None = None
+    unit_num_tokens: Tensor | None = None
+    unit_num_seqs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -58,11 +69,13 @@ class AggregationMode:
         sequence_factor: (n_s as float64 [num_rows], ModeInputs) -> the weight of a valid token of
             each sequence, float64, broadcastable to [num_rows].
         checksum: ModeInputs -> the sum of all weights of the global batch, float64, shape [].
+        needs_units: whether sequences must carry `unit_ids`.
     """
 
     name: str
     sequence_factor: Callable[[Tensor, ModeInputs], Tensor]
     checksum: Callable[[ModeInputs], Tensor]
+    needs_units: bool = False
 
 
 def reciprocal_or_zero(count: Tensor) -> Tensor:
@@ -76,6 +89,12 @@ def _norm_divisor_reciprocal(inputs: ModeInputs) -> Tensor:
     if inputs.norm_semantics == "sum":
         return torch.full_like(inputs.num_tokens, 1.0 / inputs.loss_scale_factor)
     return reciprocal_or_zero(inputs.num_seqs) / inputs.loss_scale_factor
+
+
+def _unit_mean(inputs: ModeInputs, unit_count: Tensor | None) -> Tensor:
+    """1 / (U * count of the sequence's unit), [n]."""
+    assert inputs.num_units is not None and unit_count is not None  # ModeSpec has checked it
+    return reciprocal_or_zero(inputs.num_units) * reciprocal_or_zero(unit_count)
 
 
 _MODES = {
@@ -103,6 +122,18 @@ _MODES = {
             "seq-mean-token-sum-norm",
             lambda n_s, c: _norm_divisor_reciprocal(c),
             lambda c: c.num_tokens * _norm_divisor_reciprocal(c),
+        ),
+        AggregationMode(
+            "unit-mean-token-mean",
+            lambda n_s, c: _unit_mean(c, c.unit_num_tokens),
+            lambda c: (c.num_tokens > 0).to(torch.float64),
+            needs_units=True,
+        ),
+        AggregationMode(
+            "unit-mean-seq-mean-token-mean",
+            lambda n_s, c: _unit_mean(c, c.unit_num_seqs) * reciprocal_or_zero(n_s),
+            lambda c: (c.num_tokens > 0).to(torch.float64),
+            needs_units=True,
         ),
     )
 }
@@ -182,17 +213,40 @@ class ModeSpec:
                 "is no usable default. Pass the maximum response length."
             )
 
-    def inputs(self, counts: GlobalCounts, device: torch.device) -> ModeInputs:
-        """The counts as float64 tensors on `device`, with B chosen by `sequence_count`."""
+    def inputs(
+        self, counts: GlobalCounts, device: torch.device, unit_of_seq: Tensor | None = None
+    ) -> ModeInputs:
+        """The counts as float64 tensors on `device`, with B chosen by `sequence_count`.
+
+        `unit_of_seq` [n] picks each sequence's unit in modes with units.
+        """
         counts = counts.to(device)
         num_seqs = counts.num_valid_seqs if self.sequence_count == "valid" else counts.num_seqs
-        return ModeInputs(
+        inputs = ModeInputs(
             num_tokens=counts.num_tokens.double(),
             num_seqs=num_seqs.double(),
             num_valid_seqs=counts.num_valid_seqs.double(),
             loss_scale_factor=self.loss_scale_factor,
             norm_semantics=self.norm_semantics,
         )
+        if unit_of_seq is None:
+            return inputs
+        if counts.unit_num_tokens is None or counts.unit_num_seqs is None:
+            raise ValueError(
+                f"loss_agg_mode={self.loss_agg_mode!r} needs the counts of units: "
+                "GlobalCounts(..., unit_num_tokens=[U], unit_num_seqs=[U])."
+            )
+        return replace(
+            inputs,
+            num_units=(counts.unit_num_tokens > 0).sum().double(),
+            unit_num_tokens=counts.unit_num_tokens[unit_of_seq].double(),
+            unit_num_seqs=counts.unit_num_seqs[unit_of_seq].double(),
+        )
+
+    @property
+    def needs_units(self) -> bool:
+        """Whether sequences must carry `unit_ids`."""
+        return get_mode(self.loss_agg_mode).needs_units
 
     def checksum(self, counts: GlobalCounts) -> Tensor:
         """The sum of all weights of the global batch, float64, shape []."""

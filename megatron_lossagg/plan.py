@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,25 +17,26 @@ from megatron_lossagg.counts import (
     start_reduction,
 )
 from megatron_lossagg.errors import LossAggError, keys_or_type
-from megatron_lossagg.groups import ParallelGroups, communication_device
+from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communication_device
 from megatron_lossagg.modes import ModeSpec
-from megatron_lossagg.weights import weights_of_rows
+from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.units import LocalUnits
+from megatron_lossagg.weights import weights_of_sequences
 
 Microbatch = Mapping[str, Any]
 
 # Fields that only serve counting. They have no token dimension, so context-parallel slicers, which
 # cut every field, would break on them.
-COUNTING_KEYS = ("sample_mask",)
-UNSUPPORTED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "unit_ids")
+COUNTING_KEYS = ("sample_mask", "unit_ids")
+RESERVED_KEYS = (*COUNTING_KEYS, "cu_seqlens", "cu_seqlens_padded")
 
 
 def check_weights_key(weights_key: Any) -> None:
     """Raise ValueError unless it can name the field of the weights."""
-    reserved = (*COUNTING_KEYS, *UNSUPPORTED_KEYS)
-    if not isinstance(weights_key, str) or not weights_key or weights_key in reserved:
+    if not isinstance(weights_key, str) or not weights_key or weights_key in RESERVED_KEYS:
         raise ValueError(
             f"weights_key={weights_key!r} cannot name the field of the weights; pass 'loss_mask' "
-            f"or a name of your own ({', '.join(reserved)} have other meanings)."
+            f"or a name of your own ({', '.join(RESERVED_KEYS)} have other meanings)."
         )
 
 
@@ -49,6 +50,7 @@ class WeightOptions:
         weight_dtype: their dtype.
         times_num_tokens: carry T * w (regime R3) instead of w.
         fingerprint: a number that is equal on ranks configured alike.
+        masks_are_cp_sliced: masks are this context-parallel rank's part already.
     """
 
     spec: ModeSpec
@@ -56,6 +58,7 @@ class WeightOptions:
     weight_dtype: torch.dtype
     times_num_tokens: bool
     fingerprint: int
+    masks_are_cp_sliced: bool = False
 
 
 class WeightPlan:
@@ -71,14 +74,17 @@ class WeightPlan:
         options: WeightOptions,
         groups: ParallelGroups,
         counts: GlobalCounts | None = None,
+        num_units: int | None = None,
     ) -> None:
         self._options = options
         self._microbatches = [_checked(m, i, options) for i, m in enumerate(microbatches)]
-        self._local = count_local(
-            [m["loss_mask"] for m in self._microbatches],
-            [m.get("sample_mask") for m in self._microbatches],
-            options.fingerprint,
-        )
+        sequences = [Sequences.of_microbatch(m) for m in self._microbatches]
+        if options.masks_are_cp_sliced:
+            sequences = _with_full_counts(sequences, groups)
+        units = None
+        if options.spec.needs_units:
+            units = LocalUnits.of(sequences, [m["unit_ids"] for m in self._microbatches], num_units)
+        self._local = count_local(sequences, units, options.fingerprint)
         self._pending: PendingCounts | None = None
         self._counts = counts
         if counts is None:
@@ -117,11 +123,12 @@ class WeightPlan:
         """The weights [b, s] of one microbatch, built once, kept for other chunks."""
         weights = self._weights[index]
         if weights is None:
-            weights = weights_of_rows(
-                self._local.valid[index].to(self._device, non_blocking=True),
-                self._local.num_tokens_of_rows[index].to(self._device, non_blocking=True),
+            units = self._local.units
+            weights = weights_of_sequences(
+                self._local.sequences[index].to(self._device),
                 self._options.spec,
                 self.counts,
+                unit_of_seq=None if units is None else units.unit_of_seq[index].to(self._device),
                 times_num_tokens=self._options.times_num_tokens,
                 weight_dtype=self._options.weight_dtype,
             )
@@ -156,11 +163,24 @@ def _checked(microbatch: Any, index: int, options: WeightOptions) -> Microbatch:
             f"Microbatch {index} already has a field {options.weights_key!r}, where the weights "
             "would go. Rename it, or pass another weights_key to LossAggregator."
         )
-    unsupported = [k for k in UNSUPPORTED_KEYS if microbatch.get(k) is not None]
-    if unsupported:
+    if options.spec.needs_units and microbatch.get("unit_ids") is None:
+        raise ValueError(
+            f"Microbatch {index} has no 'unit_ids' [num_seqs], which loss_agg_mode="
+            f"{options.spec.loss_agg_mode!r} needs: the unit (rollout, prompt) of each sequence."
+        )
+    if options.masks_are_cp_sliced and microbatch.get("cu_seqlens") is not None:
         raise LossAggError(
-            f"Microbatch {index} has {', '.join(unsupported)}: packed sequences and units are not "
-            "supported yet, and counting its rows as sequences would be wrong. Pass padded rows "
-            "[b, s]."
+            f"Microbatch {index} has cu_seqlens and masks_are_cp_sliced=True: the boundaries of "
+            "whole sequences do not describe a sliced mask. Plan with full masks and slice "
+            "afterwards with slice_for_cp."
         )
     return microbatch
+
+
+def _with_full_counts(sequences: list[Sequences], groups: ParallelGroups) -> list[Sequences]:
+    """Sequences of sliced masks with the n_s of whole rows: one all-reduce over the cp group."""
+    local = torch.cat([s.num_tokens for s in sequences])
+    full = local.to(communication_device(groups.cp, local.device), copy=True)
+    all_reduce_sum(full, groups.cp)
+    per_microbatch = full.to(local.device).split([s.num_tokens.shape[0] for s in sequences])
+    return [replace(s, num_tokens=n) for s, n in zip(sequences, per_microbatch, strict=True)]

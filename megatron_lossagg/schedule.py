@@ -2,12 +2,16 @@
 
 S is this rank's and microbatch's partial sum of w * l, M the microbatches of the schedule call, D
 the data-parallel and C the context-parallel size (read in `forward_step_calc_loss`,
-`finalize_model_grads` and `DistributedDataParallel` of megatron-core 0.13 to 0.19), and n the valid
-tokens of this rank's part of the microbatch:
+`finalize_model_grads` and `DistributedDataParallel` of megatron-core 0.12 to 0.19), n the valid
+tokens of this rank's part of the microbatch, and T the sum of all n:
 
-    regime  calculate_per_token_loss  schedule   DDP              finalize             so return
-    R1      False                     x C, / M   mean over D * C  -                    S * M * D
-    R3      True                      -          sum over D * C   / sum of n over all  S * T, n
+    regime  values  calculate_per_token_loss  schedule  DDP            finalize  so return
+    R1      2       False                     x C, / M  mean over D*C  -         S * M * D
+    R2      3       False                     / n, / M  mean over D*C  -         S * M * D * C, 1
+    R3      3       True                      -         sum over D*C   / T       S * T, n
+    R4      2       True                      x C, / M  sum over D*C   -         S * M / C
+
+In R2 megatron-core 0.12 also multiplies by C; `schedule_probe` asks the installed release.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.refusals import check_p2p_order, refuse_unproved
+from megatron_lossagg.schedule_probe import three_values_are_multiplied_by_cp
 
 CP_GRADIENTS = ("local", "replicated-value", "gathered")
 RETURNS = ("auto", "loss", "loss_and_num_tokens")
@@ -29,20 +34,21 @@ class ScheduleContract:
     """The regime of a schedule and the factors that a returned loss must carry in it.
 
     Attributes:
-        regime: "R1" (two values, mean over ranks) or "R3" (three values, sum over ranks, divided by
-            the global token count in `finalize_model_grads`).
+        regime: "R1" to "R4", see the table of this module.
         dp_size: D.
         cp_size: C.
         cp_gradient: how token losses relate to context-parallel ranks: "local" (each rank has the
             losses of its chunk), "replicated-value" (every rank has all values, gradient only in
             its chunk), "gathered" (every rank has all values through a gather whose backward sums
             over the group).
+        schedule_multiplies_by_cp: whether the schedule itself multiplies what is returned by C.
     """
 
     regime: str
     dp_size: int
     cp_size: int
     cp_gradient: str = "local"
+    schedule_multiplies_by_cp: bool = True
 
     @classmethod
     def detect(
@@ -55,33 +61,31 @@ class ScheduleContract:
     ) -> ScheduleContract:
         """Read the regime from the model's `TransformerConfig`. Does not communicate.
 
+        "auto" is R1 with `calculate_per_token_loss` off and R3 with it on; "loss" is R1 or R4,
+        "loss_and_num_tokens" R2 or R3.
+
         Raises:
             ValueError: an unknown option.
             LossAggError: a configuration whose gradient would not be that of the global batch.
         """
         check_options(returns=returns, cp_gradient=cp_gradient)
         check_model_config(model_config)
-        per_token = bool(model_config.calculate_per_token_loss)
-        if returns == "loss" and per_token:
-            raise LossAggError(
-                "returns='loss' with calculate_per_token_loss=True: Megatron's finalize would "
-                "divide by a token count that stays 0, so MoE and MTP losses go undivided. Use "
-                "returns='auto' (three values), or set calculate_per_token_loss=False."
-            )
-        if returns == "loss_and_num_tokens" and not per_token:
-            raise LossAggError(
-                "returns='loss_and_num_tokens' with calculate_per_token_loss=False: the schedule "
-                "would divide each microbatch by its own token count, and what it does beyond that "
-                "depends on the release. Use returns='auto' (two values), or set "
-                "calculate_per_token_loss=True."
-            )
-        _refuse_unproved(model_config, per_token)
+        regime = _regime(returns, bool(model_config.calculate_per_token_loss))
+        refuse_unproved(model_config, regime, groups)
         check_p2p_order(model_config, groups)
-        return cls("R3" if per_token else "R1", groups.dp_size, groups.cp_size, cp_gradient)
+        multiplies_by_cp = regime in ("R1", "R4")
+        if regime == "R2" and groups.is_last_stage and groups.cp_size > 1:
+            multiplies_by_cp = three_values_are_multiplied_by_cp(groups.cp_size)
+        return cls(regime, groups.dp_size, groups.cp_size, cp_gradient, multiplies_by_cp)
 
     @property
     def returns_num_tokens(self) -> bool:
-        """Whether `loss_func` returns three values and the weights carry a factor T."""
+        """Whether `loss_func` returns three values (R2, R3)."""
+        return self.regime in ("R2", "R3")
+
+    @property
+    def weights_carry_num_tokens(self) -> bool:
+        """Whether weights are T * w, since finalize divides by T (R3)."""
         return self.regime == "R3"
 
     @property
@@ -94,17 +98,37 @@ class ScheduleContract:
         """On how many context-parallel ranks one token's value is present."""
         return 1 if self.cp_gradient == "local" else self.cp_size
 
-    def loss_factor(self, num_microbatches: int) -> float:
-        """The number that multiplies S (R1) or S * T (R3) before it is returned."""
-        if self.regime == "R3":
-            return self.undo_cp_gather
-        undo_microbatch_mean = num_microbatches
-        undo_data_parallel_mean = self.dp_size
-        return undo_microbatch_mean * undo_data_parallel_mean * self.undo_cp_gather
-
     def schedule_factor(self, num_microbatches: int) -> float:
-        """What the schedule multiplies the returned loss by: C / M in R1, nothing in R3."""
-        return 1.0 if self.regime == "R3" else self.cp_size / num_microbatches
+        """What the schedule multiplies the returned loss by: C / M, 1 / M or, in R3, 1."""
+        if self.regime == "R3":
+            return 1.0
+        return (self.cp_size if self.schedule_multiplies_by_cp else 1) / num_microbatches
+
+    @property
+    def ddp_factor(self) -> float:
+        """What DDP multiplies the sum of gradients by: 1/(D*C), or 1 with the per-token flag."""
+        return 1.0 / (self.dp_size * self.cp_size) if self.regime in ("R1", "R2") else 1.0
+
+    def loss_factor(self, num_microbatches: int) -> float:
+        """The number that multiplies S (in R3: S * T) before it is returned.
+
+        It undoes what the schedule and DDP will do, and the sum in the backward of a gather.
+        """
+        # M * D in R1; written so that integers stay exact.
+        undo_microbatch_mean = 1 if self.regime == "R3" else num_microbatches
+        undo_rank_mean = self.dp_size * self.cp_size if self.regime in ("R1", "R2") else 1
+        schedule_cp_factor = (
+            self.cp_size if self.regime != "R3" and self.schedule_multiplies_by_cp else 1
+        )
+        return undo_microbatch_mean * undo_rank_mean / schedule_cp_factor * self.undo_cp_gather
+
+
+def _regime(returns: str, per_token: bool) -> str:
+    if returns == "auto":
+        return "R3" if per_token else "R1"
+    if returns == "loss":
+        return "R4" if per_token else "R1"
+    return "R3" if per_token else "R2"
 
 
 def check_model_config(model_config: Any) -> None:
@@ -127,39 +151,6 @@ def check_options(*, returns: str, cp_gradient: str) -> None:
         raise ValueError(
             f"cp_gradient={cp_gradient!r} does not exist; expected one of "
             f"{', '.join(CP_GRADIENTS)}."
-        )
-
-
-def _refuse_unproved(model_config: Any, per_token: bool) -> None:
-    """Raise on configurations in which the returned loss would not arrive as it should."""
-    if getattr(model_config, "hybrid_context_parallel", False):
-        raise LossAggError(
-            "hybrid_context_parallel=True is not supported: its schedule regroups samples after "
-            "the plan was made. Turn it off, or use a fixed context-parallel size."
-        )
-    if getattr(model_config, "mtp_num_layers", None) and not per_token:
-        raise LossAggError(
-            "mtp_num_layers with calculate_per_token_loss=False: Megatron divides the multi-token "
-            "prediction loss by the local token count, which gives NaN on a fully masked "
-            "microbatch. Set calculate_per_token_loss=True."
-        )
-
-
-def check_p2p_order(model_config: Any, groups: ParallelGroups) -> None:
-    """Raise where an interleaved schedule on two pipeline ranks would mix up its messages.
-
-    With two pipeline ranks both neighbours are the same rank. A batched exchange then posts several
-    messages between one pair, which backends match in order of posting: activations and gradients
-    change places and the numbers are wrong without an error.
-    """
-    interleaved = groups.num_virtual_stages > 1
-    overlapped = bool(getattr(model_config, "overlap_p2p_comm", False))
-    if groups.pp_size == 2 and interleaved and not overlapped:
-        raise LossAggError(
-            "Pipeline size 2 with virtual stages and overlap_p2p_comm=False: batched sends and "
-            "receives between the same two ranks are matched in order and swap activations with "
-            "gradients, silently. Set overlap_p2p_comm=True and batch_p2p_comm=False in the "
-            "model's config."
         )
 
 

@@ -156,9 +156,10 @@ class Step:
             non_loss_data: what `collect_non_loss_data=True` sets; then only the report is returned.
 
         Returns:
-            R1: (S * M * D, report). R3: (S * T, number of valid tokens as int32, report). The
-            report is a copy that the schedule's in-place rescaling does not reach: {"loss":
-            [numerator, denominator]}, to be summed by `report` or Megatron-LM's train_step.
+            By regime, see `schedule`: R1 (S * M * D, report), R2 (S * M * D * C, 1, report), R3
+            (S * T, number of valid tokens as int32, report), R4 (S * M / C, report). The report is
+            a copy that the schedule's in-place rescaling does not reach: {"loss": [numerator,
+            denominator]}, to be summed by `report` or Megatron-LM's train_step.
         """
         context, contract = self._context, self._context.contract
         weights = weights_of(microbatch, context.weights_key)
@@ -169,13 +170,15 @@ class Step:
             self.start_pass()
         self._record.add_loss_call(weights)
 
-        if contract.returns_num_tokens:
+        if contract.regime == "R3":
             num_tokens = is_counted.sum(dtype=torch.int32)
             # A token is counted once over context-parallel ranks.
             if contract.cp_copies > 1 and context.groups.cp_rank > 0:
                 num_tokens = torch.zeros_like(num_tokens)
             denominator = num_tokens.to(partial_sum.dtype)
         else:
+            # R2: the schedule divides by what is returned here, so it is 1.
+            num_tokens = torch.ones_like(partial_sum, dtype=torch.int32)
             share = 1.0 / (self.num_microbatches * context.groups.dp_cp_size)
             denominator = torch.full_like(partial_sum, share)
         report = {"loss": torch.stack([partial_sum.detach() / contract.cp_copies, denominator])}
@@ -184,7 +187,7 @@ class Step:
         loss = partial_sum * contract.loss_factor(self.num_microbatches)
         self._record.returned.append((loss.detach().clone(), loss.detach()))
         if contract.returns_num_tokens:
-            if loss.requires_grad:
+            if contract.regime == "R3" and loss.requires_grad:
                 self._record.num_tokens.append(num_tokens)
             return loss, num_tokens, report
         return loss, report
@@ -238,7 +241,7 @@ class Step:
             self._plan.check_counts()
         except LossAggError as error:
             problems.append(str(error).rstrip("."))
-        if self._context.contract.returns_num_tokens:
+        if self._context.contract.regime == "R3":
             num_tokens = int(self._plan.counts.num_tokens)
             if num_tokens > MAX_NUM_TOKENS_R3:
                 problems.append(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_lossagg.counts import GlobalCounts, valid_tokens
+from megatron_lossagg.counts import GlobalCounts
 from megatron_lossagg.modes import ModeSpec, get_mode
+from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.units import LocalUnits
 
 WEIGHT_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -31,6 +33,9 @@ def token_weights(
     loss_scale_factor: float | None = None,
     norm_semantics: str = "sum",
     sequence_count: str = "valid",
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    unit_ids: Tensor | None = None,
     sample_mask: Tensor | None = None,
     weight_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -40,54 +45,67 @@ def token_weights(
 
     Args:
         loss_mask: [b, s], one sequence per row at its full length (before context-parallel
-            slicing), values 0 and 1, any dtype.
+            slicing), or [1, t] with `cu_seqlens`; values 0 and 1, any dtype.
         loss_agg_mode: one of `modes.mode_names()`.
         counts: counts of the whole global batch, from `count_global_batch`.
         loss_scale_factor: L, required by `seq-mean-token-sum-norm`.
         norm_semantics: "sum" (1/L) or "seq-mean" (1/(B*L)).
-        sequence_count: which rows are B, "valid" or "nominal".
-        sample_mask: [b], 0 marks a row that only pads the batch. None: all rows are real.
+        sequence_count: which sequences are B, "valid" or "nominal".
+        cu_seqlens: int [num_seqs + 1] or [1, num_seqs + 1], boundaries of packed sequences.
+        cu_seqlens_padded: as `cu_seqlens`, where each sequence starts if it is padded.
+        unit_ids: int [num_seqs], the unit of each sequence, in modes with units.
+        sample_mask: [num_seqs], 0 marks a sequence that only pads the batch. None: all are real.
         weight_dtype: dtype of the result; the arithmetic is float64.
 
     Returns:
-        Tensor [b, s] of `weight_dtype` on the mask's device, exactly 0 at masked tokens.
+        Tensor of `weight_dtype` and the mask's shape on its device, exactly 0 at masked tokens.
 
     Raises:
-        ValueError: unknown mode or option, L missing or not above zero, a mask that is not [b, s].
+        ValueError: unknown mode or option, L missing or not above zero, a mask of another shape,
+            unit_ids missing in a mode with units.
         TypeError: a mask that is no tensor, or a `weight_dtype` that cannot hold weights.
     """
     check_weight_dtype(weight_dtype)
     spec = ModeSpec(loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count)
-    valid = valid_tokens(loss_mask, sample_mask)
-    return weights_of_rows(valid, valid.sum(dim=1), spec, counts, weight_dtype=weight_dtype)
+    sequences = Sequences.of(loss_mask, sample_mask, cu_seqlens, cu_seqlens_padded)
+    unit_of_seq = None
+    if spec.needs_units:
+        if unit_ids is None or counts.unit_num_tokens is None:
+            raise ValueError(
+                f"loss_agg_mode={loss_agg_mode!r} needs unit_ids [num_seqs] and counts with units."
+            )
+        num_units = counts.unit_num_tokens.shape[0]
+        [unit_of_seq] = LocalUnits.of([sequences], [unit_ids], num_units).unit_of_seq
+    return weights_of_sequences(
+        sequences, spec, counts, unit_of_seq=unit_of_seq, weight_dtype=weight_dtype
+    )
 
 
-def weights_of_rows(
-    valid: Tensor,
-    num_tokens_of_rows: Tensor,
+def weights_of_sequences(
+    sequences: Sequences,
     spec: ModeSpec,
     counts: GlobalCounts,
     *,
+    unit_of_seq: Tensor | None = None,
     times_num_tokens: bool = False,
     weight_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Weights from rows that were already counted. Does not communicate.
+    """Weights of sequences that were already counted. Does not communicate.
 
     Args:
-        valid: bool [b, s].
-        num_tokens_of_rows: n_s, integer [b].
+        sequences: of one microbatch.
         spec: the mode and its options.
         counts: counts of the global batch.
+        unit_of_seq: int64 [n], in modes with units.
         times_num_tokens: return T * w instead of w, for schedules whose finalize divides by T.
         weight_dtype: dtype of the result.
 
     Returns:
-        Tensor [b, s] of `weight_dtype`, 0 where `valid` is False.
+        Tensor of `weight_dtype` and the mask's shape, 0 where no token counts.
     """
-    inputs = spec.inputs(counts, valid.device)
-    factor = get_mode(spec.loss_agg_mode).sequence_factor(num_tokens_of_rows.double(), inputs)
+    inputs = spec.inputs(counts, sequences.valid.device, unit_of_seq)
+    factor = get_mode(spec.loss_agg_mode).sequence_factor(sequences.num_tokens.double(), inputs)
     if times_num_tokens:
         factor = factor * inputs.num_tokens
-    factor = factor.to(weight_dtype).expand(valid.shape[0]).unsqueeze(1)
     # A product of finite numbers: cheaper than a selection, and just as exact.
-    return valid.to(weight_dtype) * factor
+    return sequences.valid.to(weight_dtype) * sequences.spread(factor.to(weight_dtype))

@@ -15,7 +15,7 @@ from megatron_lossagg.counts import GlobalCounts, PendingCounts
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.plan import WeightPlan
 from megatron_lossagg.schedule import ScheduleContract
-from megatron_lossagg.weights import weights_of_rows
+from megatron_lossagg.weights import weights_of_sequences
 
 
 def _factor_times(change: Callable[[ScheduleContract, int], float]) -> Any:
@@ -32,14 +32,11 @@ def _mean_of_means() -> Any:
     """Patch: each microbatch divides by its own counts, and the means are averaged."""
 
     def weights(self: WeightPlan, index: int) -> Tensor:
-        of_rows = self._local.num_tokens_of_rows[index]
-        own = GlobalCounts(of_rows.sum(), (of_rows > 0).sum(), (of_rows >= 0).sum())
-        own_weights = weights_of_rows(
-            self._local.valid[index],
-            of_rows,
-            self._options.spec,
-            own,
-            weight_dtype=self._options.weight_dtype,
+        sequences = self._local.sequences[index]
+        n_s = sequences.num_tokens
+        own = GlobalCounts(n_s.sum(), (n_s > 0).sum(), sequences.num_seqs)
+        own_weights = weights_of_sequences(
+            sequences, self._options.spec, own, weight_dtype=self._options.weight_dtype
         )
         share = len(self) * int(self._pending._vector[0])  # type: ignore[union-attr]
         scale = self.counts.num_tokens if self._options.times_num_tokens else 1

@@ -1,0 +1,76 @@
+"""Units: sequences that belong together, such as the samples of a rollout or a prompt's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.sequences import Sequences
+
+
+@dataclass(frozen=True)
+class LocalUnits:
+    """The units of this rank's sequences, and what this rank adds to their counts.
+
+    Attributes:
+        unit_of_seq: per microbatch the unit of each sequence, int64 [n].
+        counts: T_u and B_u of this rank's sequences, int64 [2, U].
+        num_bad_ids: ids outside 0..U-1, int64 []; 0 on the CPU, where they have raised.
+    """
+
+    unit_of_seq: list[Tensor]
+    counts: Tensor
+    num_bad_ids: Tensor
+
+    @classmethod
+    def of(
+        cls, sequences: Sequence[Sequences], unit_ids: Sequence[Any], num_units: Any
+    ) -> LocalUnits:
+        """Count the units of this rank. Does not communicate.
+
+        Args:
+            sequences: per microbatch.
+            unit_ids: per microbatch an integer tensor [n], the unit of each sequence.
+            num_units: U, the number of units of the whole global batch.
+
+        Raises:
+            TypeError, ValueError: ids of another kind or shape, or (on the CPU) outside 0..U-1.
+        """
+        if isinstance(num_units, bool) or not isinstance(num_units, int) or num_units < 1:
+            raise ValueError(
+                f"num_units must be an int of at least 1, got {num_units!r}: the number of units "
+                "of the whole global batch, over all ranks."
+            )
+        ids = [_checked_ids(i, s, num_units) for i, s in zip(unit_ids, sequences, strict=True)]
+        all_ids = torch.cat(ids)
+        num_tokens = torch.cat([s.num_tokens for s in sequences])
+        is_outside = (all_ids < 0) | (all_ids >= num_units)
+        safe = all_ids.clamp(0, num_units - 1)
+        counts = torch.zeros(2, num_units, dtype=torch.int64, device=all_ids.device)
+        counts[0].scatter_add_(0, safe, num_tokens)
+        counts[1].scatter_add_(0, safe, (num_tokens > 0).long())
+        return cls([i.clamp(0, num_units - 1) for i in ids], counts, is_outside.sum())
+
+
+def _checked_ids(unit_ids: Any, sequences: Sequences, num_units: int) -> Tensor:
+    if not isinstance(unit_ids, Tensor):
+        raise TypeError(f"unit_ids must be a tensor, got {type(unit_ids).__name__}.")
+    if unit_ids.dtype.is_floating_point or unit_ids.dtype == torch.bool:
+        raise TypeError(f"unit_ids must hold integers, got {unit_ids.dtype}.")
+    if unit_ids.shape != sequences.num_tokens.shape:
+        raise ValueError(
+            f"unit_ids must have one entry per sequence, [{sequences.num_tokens.shape[0]}], got "
+            f"{tuple(unit_ids.shape)}."
+        )
+    if unit_ids.device.type == "cpu" and unit_ids.numel() > 0:
+        lowest, highest = int(unit_ids.min()), int(unit_ids.max())
+        if lowest < 0 or highest >= num_units:
+            raise ValueError(
+                f"unit_ids must be in 0..{num_units - 1} (num_units={num_units}), got values from "
+                f"{lowest} to {highest}. Number the units of the global batch densely."
+            )
+    return unit_ids.to(sequences.num_tokens.device, torch.int64)
