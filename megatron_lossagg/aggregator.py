@@ -13,6 +13,7 @@ from megatron_lossagg.config import LossAggConfig
 from megatron_lossagg.counts import FINGERPRINT_BITS, GlobalCounts
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.measure import Measurement
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.plan import (
     Microbatch,
@@ -33,6 +34,8 @@ from megatron_lossagg.stream import (
     resolve_num_microbatches,
 )
 from megatron_lossagg.weights import check_weight_dtype
+
+CONTRACTS = ("detect", "measure")
 
 
 class LossAggregator:
@@ -61,6 +64,9 @@ class LossAggregator:
         masks_are_cp_sliced: microbatches hold this context-parallel rank's part of each mask; then
             planning takes one more all-reduce, of n_s over the cp group, and `slice_for_cp` is not
             to be called.
+        contract: "detect" reads the regime from the config; "measure" also drives a one-parameter
+            model through the schedule at the first `begin_step` or `wrap`, which every rank must
+            then call, and raises if anything scales otherwise.
 
     Raises:
         ValueError: an unknown option, or L missing or not above zero.
@@ -83,6 +89,7 @@ class LossAggregator:
         weights_key: str = "loss_weights",
         weight_dtype: torch.dtype = torch.float32,
         masks_are_cp_sliced: bool = False,
+        contract: str = "detect",
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}.")
@@ -99,6 +106,11 @@ class LossAggregator:
         self._returns = returns
         self._weight_dtype = weight_dtype
         self._masks_are_cp_sliced = masks_are_cp_sliced
+        if contract not in CONTRACTS:
+            raise ValueError(
+                f"contract={contract!r} does not exist; expected one of {', '.join(CONTRACTS)}."
+            )
+        self._must_measure = contract == "measure"
         self._stream = WrappedStream()
 
     @classmethod
@@ -149,6 +161,7 @@ class LossAggregator:
             LossAggError: none where the loss is computed, or a configuration that cannot be
                 honoured.
         """
+        self._measure_once()
         context, options = self._prepare()
         if counts is not None and not isinstance(counts, GlobalCounts):
             raise TypeError(f"counts must be a GlobalCounts, got {type(counts).__name__}.")
@@ -208,6 +221,7 @@ class LossAggregator:
         Returns:
             The wrapped iterator; None for None; a list for a list.
         """
+        self._measure_once()
         if not callable(num_microbatches):
             resolve_num_microbatches(num_microbatches)
 
@@ -238,6 +252,28 @@ class LossAggregator:
         optimizer steps.
         """
         self._stream.validate(num_tokens)
+
+    def measure(self, **options: Any) -> Measurement:
+        """Communicates over all groups: see `ScheduleContract.measure`. Every rank must call it."""
+        groups = ParallelGroups.from_megatron() if self._groups is None else self._groups
+        measurement = ScheduleContract.measure(
+            self.model_config,
+            groups,
+            returns=self._returns,
+            cp_gradient=self._cp_gradient,
+            **options,
+        )
+        self._must_measure = False
+        return measurement
+
+    @property
+    def must_measure(self) -> bool:
+        """Whether contract="measure" was asked for and has not been done yet."""
+        return self._must_measure
+
+    def _measure_once(self) -> None:
+        if self._must_measure:
+            self.measure()
 
     def _plan_wrapped_step(
         self, microbatches: Sequence[Microbatch], num_units: int | None

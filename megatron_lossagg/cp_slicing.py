@@ -6,10 +6,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_lossagg.errors import LossAggError, keys_or_type
+from megatron_lossagg.errors import keys_or_type
 from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.sequences import checked_cu_seqlens
 
 
 def slice_for_cp(
@@ -20,7 +22,9 @@ def slice_for_cp(
     Calls Megatron-Core's `get_batch_on_this_cp_rank` on a copy: with C ranks a row of width s is
     cut into 2C chunks and rank r keeps chunks r and 2C-1-r. Fields are sliced that have the row
     width in dimension 1 (`attention_mask`: dimension 2), so weights, mask and labels stay aligned;
-    others, such as [b] fields, are kept as they are.
+    others, such as [b] fields, are kept as they are. A packed row [1, t] with
+    `cu_seqlens` is cut sequence by sequence, at the lengths of `cu_seqlens_padded` if that is
+    there; both stay whole.
 
     Args:
         microbatch: tensors [b, s, ...]; the row width is that of "loss_mask", "tokens" or "labels".
@@ -31,26 +35,59 @@ def slice_for_cp(
 
     Raises:
         ValueError: the width is not a multiple of 2C, or no field tells it, or fields differ.
-        LossAggError: packed sequences, which are cut per sequence.
     """
     groups = ParallelGroups.from_megatron() if groups is None else groups
     sliced = dict(microbatch)
     if groups.cp_size == 1:
         return sliced
-    if microbatch.get("cu_seqlens") is not None:
-        raise LossAggError(
-            "slice_for_cp got packed sequences (cu_seqlens), which are not supported yet. Pass "
-            "padded rows [b, s]."
-        )
     width = _row_width(microbatch)
+    if microbatch.get("cu_seqlens") is not None:
+        index = _packed_positions(microbatch, width, groups)
+        for key, value in microbatch.items():
+            if _has_width(key, value, width):
+                sliced[key] = value.index_select(1, index)
+        return sliced
     if width % (2 * groups.cp_size) != 0:
         raise ValueError(
             f"Rows of width {width} cannot be split over {groups.cp_size} context-parallel ranks: "
             f"the width must be a multiple of {2 * groups.cp_size}. Pad the rows (mask 0)."
         )
-    to_slice = {key: value for key, value in microbatch.items() if _has_width(key, value, width)}
+    to_slice = {
+        key: value.contiguous()  # the slicer takes views
+        for key, value in microbatch.items()
+        if _has_width(key, value, width)
+    }
     sliced.update(_megatron_slice(to_slice, groups.cp))
     return sliced
+
+
+def _packed_positions(microbatch: Mapping[str, Any], width: int, groups: ParallelGroups) -> Tensor:
+    """The positions of packed tokens that this rank keeps, in order: int64 [t / C].
+
+    Each sequence, at its padded length, is cut as a row is; what Transformer Engine's
+    `thd_get_partitioned_indices` gives, without needing Transformer Engine. No host sync on a GPU.
+    """
+    mask = next(v for k, v in microbatch.items() if _has_width(k, v, width))
+    name = "cu_seqlens" if microbatch.get("cu_seqlens_padded") is None else "cu_seqlens_padded"
+    starts = checked_cu_seqlens(microbatch[name], name, mask)
+    pieces = 2 * groups.cp_size
+    if mask.device.type == "cpu":
+        lengths = starts.diff().tolist()
+        if starts[-1].item() != width or any(length % pieces for length in lengths):
+            raise ValueError(
+                f"{name} describes sequences of lengths {lengths[:8]} in a row of {width} tokens; "
+                f"over {groups.cp_size} context-parallel ranks every padded length must be a "
+                f"multiple of {pieces}, and together they must fill the row. Pad each sequence."
+            )
+    local_starts = starts // groups.cp_size
+    local = torch.arange(width // groups.cp_size, device=mask.device)
+    sequence = torch.searchsorted(local_starts[1:].contiguous(), local, right=True)
+    sequence = sequence.clamp(max=starts.numel() - 2)
+    piece = (starts.diff() // pieces)[sequence]
+    within = local - local_starts[sequence]
+    first, last = groups.cp_rank, pieces - 1 - groups.cp_rank
+    offset = torch.where(within < piece, first * piece, (last - 1) * piece) + within
+    return starts[sequence] + offset
 
 
 def _row_width(microbatch: Mapping[str, Any]) -> int:
@@ -73,6 +110,8 @@ def _row_width(microbatch: Mapping[str, Any]) -> int:
 
 
 def _has_width(key: str, value: Any, width: int) -> bool:
+    if key in ("cu_seqlens", "cu_seqlens_padded"):
+        return False  # [1, n + 1], whatever n is
     dim = 2 if key == "attention_mask" else 1
     return isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] == width
 

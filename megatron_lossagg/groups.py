@@ -139,6 +139,11 @@ class ParallelGroups:
         return _rank(self.tp)
 
     @property
+    def pp_rank(self) -> int:
+        """This rank's place in `pp`."""
+        return _rank(self.pp)
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last pipeline stage, where the loss is computed."""
         return _rank(self.pp) == self.pp_size - 1

@@ -17,11 +17,14 @@ In R2 megatron-core 0.12 also multiplies by C; `schedule_probe` asks the install
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.refusals import check_p2p_order, refuse_unproved
 from megatron_lossagg.schedule_probe import three_values_are_multiplied_by_cp
+
+if TYPE_CHECKING:
+    from megatron_lossagg.measure import Measurement
 
 CP_GRADIENTS = ("local", "replicated-value", "gathered")
 RETURNS = ("auto", "loss", "loss_and_num_tokens")
@@ -77,6 +80,33 @@ class ScheduleContract:
         if regime == "R2" and groups.is_last_stage and groups.cp_size > 1:
             multiplies_by_cp = three_values_are_multiplied_by_cp(groups.cp_size)
         return cls(regime, groups.dp_size, groups.cp_size, cp_gradient, multiplies_by_cp)
+
+    @classmethod
+    def measure(
+        cls,
+        model_config: Any,
+        groups: ParallelGroups,
+        *,
+        returns: str = "auto",
+        cp_gradient: str = "local",
+        **options: Any,
+    ) -> Measurement:
+        """Communicates over all groups: drive a one-parameter model through the real schedule.
+
+        See `measure.measure_schedule` for the options. Every rank must call it.
+
+        Returns:
+            The factor that a returned loss met on its way to the gradient, with the contract that
+            `detect` gives, which it confirms.
+
+        Raises:
+            LossAggError: the measurement disagrees with `detect`: the schedule, DDP or finalize
+                does something else.
+        """
+        from megatron_lossagg.measure import measure_schedule
+
+        contract = cls.detect(model_config, groups, returns=returns, cp_gradient=cp_gradient)
+        return measure_schedule(model_config, groups, contract, **options)
 
     @property
     def returns_num_tokens(self) -> bool:
