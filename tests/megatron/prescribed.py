@@ -58,7 +58,7 @@ class Prescribed:
     planning: str = "begin_step"
     num_microbatches_told: int | None = None
 
-    def __call__(self, context) -> StepPlan:
+    def __call__(self, context, *, num_units=None) -> StepPlan:
         aggregator = LossAggregator(
             prescribed_losses,
             loss_agg_mode=self.loss_agg_mode,
@@ -72,10 +72,13 @@ class Prescribed:
             data = aggregator.wrap(
                 [iter(context.microbatches) for _ in context.chunks],
                 num_microbatches=num_microbatches,
+                num_units=num_units,
             )
             loss_func = aggregator.loss_func
         else:
-            step = aggregator.begin_step(context.microbatches[:num_microbatches])
+            step = aggregator.begin_step(
+                context.microbatches[:num_microbatches], num_units=num_units
+            )
             data = step.data_iterator(len(context.chunks))
             loss_func = step.loss_func
 
