@@ -54,13 +54,18 @@ def agg_loss(
         microbatches.
 
     Raises:
-        ValueError: unknown mode or semantics, shapes that differ, or L not above zero.
+        ValueError: unknown mode or semantics, a mode with units, shapes that differ, or L not above
+            zero.
         TypeError: `loss_mat` is not floating point.
 
     Source: verl `agg_loss`. It differs from it on purpose in two points: no 1e-8 is added to a
     sequence's count, and masked values are selected away, not multiplied by zero.
     """
-    get_mode(loss_agg_mode)
+    if get_mode(loss_agg_mode).needs_units:
+        raise ValueError(
+            f"agg_loss has no units, so it cannot compute {loss_agg_mode!r}; use LossAggregator or "
+            "token_weights with unit_ids."
+        )
     check_norm_semantics(norm_semantics)
     if loss_mat.shape != loss_mask.shape or loss_mat.dim() != 2:
         raise ValueError(

@@ -44,12 +44,15 @@ class LossAggConfig:
     masks_are_cp_sliced: bool = False
     """Whether microbatches hold this context-parallel rank's part of each mask."""
 
+    contract: str = "detect"
+    """"detect" or "measure"."""
+
     def __post_init__(self) -> None:
         spec = ModeSpec(
             self.loss_agg_mode, self.loss_scale_factor, self.norm_semantics, self.sequence_count
         )
         object.__setattr__(self, "loss_scale_factor", spec.loss_scale_factor)  # a plain float
-        check_options(returns=self.returns, cp_gradient=self.cp_gradient)
+        check_options(returns=self.returns, cp_gradient=self.cp_gradient, contract=self.contract)
         check_weights_key(self.weights_key)
         if not isinstance(self.weight_dtype, str) or self.weight_dtype not in WEIGHT_DTYPES:
             raise ValueError(

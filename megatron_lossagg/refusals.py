@@ -11,11 +11,10 @@ from megatron_lossagg.schedule_probe import num_tokens_are_summed_over_cp
 
 def refuse_unproved(model_config: Any, regime: str, groups: ParallelGroups) -> None:
     """Raise LossAggError on a pairing of model, schedule and regime that is not exact."""
-    if getattr(model_config, "hybrid_context_parallel", False) and regime != "R3":
+    if getattr(model_config, "hybrid_context_parallel", False):
         raise LossAggError(
-            f"hybrid_context_parallel=True in regime {regime}: its schedule passes a wrong "
-            "context-parallel size, so a two-value loss gets a wrong or zero gradient. Set "
-            "calculate_per_token_loss=True and returns='auto'."
+            "hybrid_context_parallel=True is not supported: its schedule regroups samples after "
+            "the plan was made. Turn it off, or use a fixed context-parallel size."
         )
     _refuse_mtp(model_config, regime)
     if regime == "R4":

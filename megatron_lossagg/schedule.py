@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_lossagg.measure import Measurement
 
 CP_GRADIENTS = ("local", "replicated-value", "gathered")
+CONTRACTS = ("detect", "measure")
 RETURNS = ("auto", "loss", "loss_and_num_tokens")
 # Megatron sums num_tokens in int32.
 MAX_NUM_TOKENS_R3 = 2**31 - 1
@@ -76,9 +77,12 @@ class ScheduleContract:
         regime = _regime(returns, bool(model_config.calculate_per_token_loss))
         refuse_unproved(model_config, regime, groups)
         check_p2p_order(model_config, groups)
-        multiplies_by_cp = regime in ("R1", "R4")
-        if regime == "R2" and groups.is_last_stage and groups.cp_size > 1:
-            multiplies_by_cp = three_values_are_multiplied_by_cp(groups.cp_size)
+        multiplies_by_cp = True
+        if regime == "R2" and groups.cp_size > 1:
+            # Only a rank of the last stage can ask, and only there a loss is returned.
+            multiplies_by_cp = groups.is_last_stage and three_values_are_multiplied_by_cp(
+                groups.cp_size
+            )
         return cls(regime, groups.dp_size, groups.cp_size, cp_gradient, multiplies_by_cp)
 
     @classmethod
@@ -171,8 +175,12 @@ def check_model_config(model_config: Any) -> None:
         )
 
 
-def check_options(*, returns: str, cp_gradient: str) -> None:
-    """Raise ValueError on an unknown `returns` or `cp_gradient`."""
+def check_options(*, returns: str, cp_gradient: str, contract: str = "detect") -> None:
+    """Raise ValueError on an unknown `returns`, `cp_gradient` or `contract`."""
+    if contract not in CONTRACTS:
+        raise ValueError(
+            f"contract={contract!r} does not exist; expected one of {', '.join(CONTRACTS)}."
+        )
     if returns not in RETURNS:
         raise ValueError(
             f"returns={returns!r} does not exist; expected one of {', '.join(RETURNS)}."

@@ -214,6 +214,12 @@ class _LossStreams:
             # A schedule that runs forward only has no finalize hook: check its last step here.
             self._aggregator.validate()
         self._is_training = is_training
+        if self._aggregator.must_measure:
+            raise LossAggError(
+                "contract='measure' with make_forward_step: only ranks of the last stage plan a "
+                "step, but measuring takes all ranks. Call aggregator.measure(model=model) on "
+                "every rank before training."
+            )
         if data_iterator is None:
             self._enter_without_data()
             return None

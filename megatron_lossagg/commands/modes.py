@@ -12,6 +12,8 @@ _ROWS = (
     ("seq-mean-token-mean", "", "1 / (B n_s)", "B_valid / B"),
     ("seq-mean-token-sum-norm", "norm_semantics: sum", "1 / L", "T / L"),
     ("seq-mean-token-sum-norm", "norm_semantics: seq-mean", "1 / (B L)", "T / (B L)"),
+    ("unit-mean-token-mean", "needs unit_ids", "1 / (U T_u)", "1"),
+    ("unit-mean-seq-mean-token-mean", "needs unit_ids", "1 / (U B_u n_s)", "1"),
 )
 
 
@@ -27,5 +29,6 @@ def modes() -> None:
     console.print(
         "T: valid tokens of the global batch. B: its sequences with a valid token (sequence_count: "
         "valid) or all real rows (nominal). n_s: valid tokens of the sequence. L: "
-        "loss_scale_factor."
+        "loss_scale_factor. U: units (rollouts, prompts) with a valid token; T_u, B_u: tokens and "
+        "sequences of the sequence's unit."
     )

@@ -39,7 +39,7 @@ class AggregatorPlan:
     """Plans a step with `LossAggregator`; picklable, so it can be sent to a `RankPool`.
 
     Attributes:
-        loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count, cp_gradient: of
+        loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count, cp_gradient, returns: of
             `LossAggregator`.
         planning: "begin_step", or "wrap" with the weights riding in `loss_mask`.
         data: who has microbatches: "all" ranks, or "tp-rank-0" of the first and last stage alone,
@@ -54,6 +54,7 @@ class AggregatorPlan:
     norm_semantics: str = "sum"
     sequence_count: str = "valid"
     cp_gradient: str = "local"
+    returns: str = "auto"
     planning: str = "begin_step"
     data: str = "all"
     token_losses: Callable[[Tensor, Mapping[str, Tensor]], Tensor] = policy_gradient_losses
@@ -71,6 +72,7 @@ class AggregatorPlan:
             norm_semantics=self.norm_semantics,
             sequence_count=self.sequence_count,
             cp_gradient=self.cp_gradient,
+            returns=self.returns,
             weights_key="loss_mask" if self.planning == "wrap" else "loss_weights",
             weight_dtype=self.weight_dtype,
         )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_lossagg import LossAggError, LossAggregator, ParallelGroups, count_global_batch
 from megatron_lossagg.counts import count_local, start_reduction
+from megatron_lossagg.sequences import Sequences
 
 TIMEOUT_S = 60
 
@@ -123,10 +124,10 @@ def test_one_collective_of_constant_size(rank_pool, tokens_of_ranks):
 
 def _local_counts_after_reduction():
     mask = make_microbatches([(3, 5)[dist.get_rank()]])[0]["loss_mask"]
-    local = count_local([mask])
+    local = count_local([Sequences.of(mask)])
     before = local.vector.clone()
     counts = start_reduction(local, data_parallel_groups()).wait()
-    return int(local.num_tokens_of_rows[0]), torch.equal(local.vector, before), counts.num_tokens
+    return int(local.sequences[0].num_tokens), torch.equal(local.vector, before), counts.num_tokens
 
 
 def test_reduction_leaves_local_counts_alone(rank_pool):
@@ -139,7 +140,7 @@ def test_reduction_leaves_local_counts_alone(rank_pool):
 
 
 def _count_2_to_the_30():
-    local = count_local([torch.ones(1, 1)])
+    local = count_local([Sequences.of(torch.ones(1, 1))])
     local.vector[local.vector.tolist().index(1, 5)] = 2**30  # num_tokens, the first count
     return int(start_reduction(local, data_parallel_groups()).wait().num_tokens)
 

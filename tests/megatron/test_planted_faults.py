@@ -79,7 +79,7 @@ def test_the_command_fails_on_a_planted_fault():
     [
         (["--layouts", "PP=two"], "cannot read 'PP=two'"),
         (["--modes", "batch-mean"], "'batch-mean' is none of token-mean"),
-        (["--regimes", "R7"], "'R7' is none of R1, R3"),
+        (["--regimes", "R7"], "'R7' is none of R1, R2, R3, R4"),
         (["--layouts", ";"], "names none"),
     ],
 )

@@ -24,11 +24,20 @@ REGIMES = {
     "R3": (True, "loss_and_num_tokens"),
     "R4": (True, "loss"),
 }
+LONG = pytest.mark.conformance  # beyond what each regime needs: `make conformance`
 EVERY_REGIME = pytest.mark.parametrize("regime", REGIMES)
 
 
 @pytest.mark.parametrize("regime", ["R2", "R4"])
-@pytest.mark.parametrize("layout", F_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layout
+        if layout in ("D=2 M=2", "C=2 D=2 M=2", "PP=2 VPP=2 M=4", "PP=2 C=2 M=2")
+        else pytest.param(layout, marks=LONG)
+        for layout in F_LAYOUTS
+    ],
+)
 def test_fixture_f_where_a_host_forces_the_return(rank_pool, layout, regime):
     """The two regimes that are not the default, in every layout of the fixture."""
     per_token, returns = REGIMES[regime]
@@ -131,7 +140,10 @@ class GatherAndSum(torch.autograd.Function):
 
 @EVERY_REGIME
 @pytest.mark.parametrize("cp_gradient", ["replicated-value", "gathered"])
-@pytest.mark.parametrize("layout", ["C=2 M=1", "C=4 M=1", "C=2 D=2 M=2", "PP=2 C=2 M=2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["C=2 D=2 M=2", *(pytest.param(t, marks=LONG) for t in ("C=2 M=1", "C=4 M=1", "PP=2 C=2 M=2"))],
+)
 def test_07_context_parallel_conventions(rank_pool, layout, cp_gradient, regime):
     """NovaSky-AI/SkyRL#1751: gradient and reported value are J in all conventions, not C * J."""
     per_token, returns = REGIMES[regime]
@@ -188,7 +200,10 @@ class SlicedMasks(Prescribed):
 
 
 @EVERY_REGIME
-@pytest.mark.parametrize("layout", ["C=2 M=4", "C=2 D=2 M=2", "C=4 M=2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["C=2 D=2 M=2", *(pytest.param(text, marks=LONG) for text in ("C=2 M=4", "C=4 M=2"))],
+)
 def test_05_full_and_sliced_masks_give_the_same(rank_pool, layout, regime):
     """verl-project/verl#5983: counted from full masks over dp, from sliced ones over both."""
     per_token, returns = REGIMES[regime]
@@ -265,7 +280,14 @@ def pack(microbatch, cp_size, padded):
 
 @EVERY_REGIME
 @pytest.mark.parametrize("plan_type", [Packed, PackedWithPadding])
-@pytest.mark.parametrize("layout", ["D=1 M=1", "D=1 M=2", "D=2 M=1", "C=2 M=1", "C=2 D=2 M=1"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "D=1 M=2",
+        "C=2 D=2 M=1",
+        *(pytest.param(text, marks=LONG) for text in ("D=1 M=1", "D=2 M=1", "C=2 M=1")),
+    ],
+)
 def test_16_packed_sequences_are_sequences(rank_pool, layout, plan_type, regime):
     """google/tunix#1662: packing changes nothing: valid and nominal counts, every mode."""
     per_token, returns = REGIMES[regime]
@@ -299,7 +321,10 @@ class WithUnits(Prescribed):
 
 @EVERY_REGIME
 @pytest.mark.parametrize("planning", ["begin_step", "wrap"])
-@pytest.mark.parametrize("layout", ["D=1 M=4", "D=2 M=2", "C=2 D=2 M=2", "PP=2 D=2 M=2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["D=2 M=2", "C=2 D=2 M=2", *(pytest.param(t, marks=LONG) for t in ("D=1 M=4", "PP=2 D=2 M=2"))],
+)
 def test_23_units_that_straddle_ranks_and_microbatches(rank_pool, layout, planning, regime):
     """radixark/miles#1929: per sample 2.0, per rollout 2.25; the two unit modes differ."""
     from megatron_lossagg.testing.layout import Layout

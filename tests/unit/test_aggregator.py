@@ -100,11 +100,10 @@ def test_unknown_mode_lists_all_modes():
             "Microbatch 0 already has a field 'loss_weights'.*another weights_key",
         ),
         (
-            [make_microbatch([[1.0]], [[1]], cu_seqlens=torch.tensor([0, 1]))],
-            LossAggError,
-            "Microbatch 0 has cu_seqlens: packed sequences",
+            [make_microbatch([[1.0]], [[1]], cu_seqlens=torch.tensor([0, 2]))],
+            ValueError,
+            "cu_seqlens must rise from 0 to at most the mask's width 1",
         ),
-        ([make_microbatch([[1.0]], [[1]], unit_ids=torch.zeros(1))], LossAggError, "has unit_ids"),
     ],
 )
 def test_microbatches_that_cannot_be_planned(microbatches, error, message):
@@ -256,8 +255,10 @@ def test_step_that_was_never_planned():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model_config": model_config(True), "returns": "loss"}, "returns='loss' with"),
-        ({"returns": "loss_and_num_tokens"}, "returns='loss_and_num_tokens' with"),
+        (
+            {"model_config": model_config(True, num_moe_experts=2), "returns": "loss"},
+            "returns='loss' with",
+        ),
         ({"model_config": model_config(hybrid_context_parallel=True)}, "hybrid_context_parallel"),
         ({"model_config": model_config(mtp_num_layers=1)}, "mtp_num_layers"),
         (

@@ -13,6 +13,8 @@ from one_process import make_microbatch, model_config, run_step
 from megatron_lossagg import LossAggConfig, LossAggregator, ParallelGroups
 
 NON_DEFAULTS = {
+    "contract": "measure",
+    "masks_are_cp_sliced": True,
     "loss_agg_mode": "seq-mean-token-sum-norm",
     "loss_scale_factor": 512,
     "norm_semantics": "seq-mean",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from one_process import FakeGroup
 
-from megatron_lossagg import LossAggError, ParallelGroups, slice_for_cp
+from megatron_lossagg import ParallelGroups, slice_for_cp
 
 
 def cp_groups(size, rank):
@@ -135,8 +135,24 @@ def test_width_that_nothing_tells(microbatch):
         slice_for_cp(microbatch, cp_groups(2, 0))
 
 
-def test_packed_sequences_are_refused():
-    """They are cut per sequence; cutting the whole row would mix them."""
+def test_packed_sequences_are_cut_one_by_one():
+    """Each sequence zigzag at its padded length; boundaries stay whole, however wide."""
+    microbatch = {
+        "tokens": torch.arange(20)[None],
+        "loss_mask": torch.ones(1, 20),
+        "cu_seqlens": torch.tensor([[0, 7, 11, 18, 18]]),
+        "cu_seqlens_padded": torch.tensor([[0, 8, 12, 20, 20]]),
+    }
+    parts = [slice_for_cp(microbatch, cp_groups(2, rank)) for rank in range(2)]
+    assert parts[0]["tokens"].tolist() == [[0, 1, 6, 7, 8, 11, 12, 13, 18, 19]]
+    assert parts[1]["tokens"].tolist() == [[2, 3, 4, 5, 9, 10, 14, 15, 16, 17]]
+    assert all(torch.equal(p["cu_seqlens"], microbatch["cu_seqlens"]) for p in parts)
+    four = {"tokens": torch.arange(4)[None], "cu_seqlens": torch.tensor([[0, 4, 4, 4]])}
+    assert slice_for_cp(four, cp_groups(2, 0))["cu_seqlens"].shape == (1, 4)
+
+
+def test_packed_lengths_that_cannot_be_split():
+    """Every padded length must be a multiple of 2C, and together they fill the row."""
     microbatch = {"loss_mask": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 3, 8])}
-    with pytest.raises(LossAggError, match=r"packed sequences \(cu_seqlens\)"):
+    with pytest.raises(ValueError, match=r"lengths \[3, 5\] in a row of 8 .* multiple of 4"):
         slice_for_cp(microbatch, cp_groups(2, 0))

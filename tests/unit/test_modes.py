@@ -18,7 +18,7 @@ NORM = "seq-mean-token-sum-norm"
 def test_known_modes():
     """The canonical names are verl's, and each finds its mode."""
     names = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", NORM)
-    assert mode_names() == names
+    assert mode_names() == (*names, "unit-mean-token-mean", "unit-mean-seq-mean-token-mean")
     assert [get_mode(name).name for name in names] == list(names)
 
 

@@ -50,17 +50,44 @@ def test_factors(dp, cp, cp_gradient, num_microbatches):
     assert r1.cp_copies == r3.cp_copies == (1 if cp_gradient == "local" else cp)
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (3, 2)])
+def test_factors_of_the_regimes_that_a_host_may_force(dp, cp, num_microbatches):
+    """R2 returns S*M*D*C (0.12: S*M*D) and 1, R4 returns S*M/C: public reports 6 and 14."""
+    m = num_microbatches
+    r2 = ScheduleContract("R2", dp, cp, schedule_multiplies_by_cp=False)
+    assert (r2.loss_factor(m), r2.schedule_factor(m)) == (m * dp * cp, 1 / m)
+    old_r2 = ScheduleContract("R2", dp, cp, schedule_multiplies_by_cp=True)
+    assert (old_r2.loss_factor(m), old_r2.schedule_factor(m)) == (m * dp, cp / m)
+    r4 = ScheduleContract("R4", dp, cp)
+    assert (r4.loss_factor(m), r4.schedule_factor(m)) == (m / cp, cp / m)
+    for contract in (r2, old_r2, r4):
+        # What is returned, times what is done to it, is S: DDP sums over ranks, R1 and R2 average.
+        arrives = contract.loss_factor(m) * contract.schedule_factor(m) * contract.ddp_factor
+        assert arrives == pytest.approx(1.0, rel=1e-15)
+        assert not contract.weights_carry_num_tokens
+
+
 @pytest.mark.parametrize(
-    ("per_token", "returns", "advice"),
-    [
-        (True, "loss", r"token count that stays 0.*Use returns='auto' \(three values\)"),
-        (False, "loss_and_num_tokens", r"own token count.*Use returns='auto' \(two values\)"),
-    ],
+    ("per_token", "returns", "regime"),
+    [(True, "loss", "R4"), (False, "loss_and_num_tokens", "R2"), (False, "loss", "R1")],
 )
-def test_returns_that_do_not_fit_the_flag_are_refused(per_token, returns, advice):
-    """Public reports 6 and 14: the pairs that silently rescale are refused with a way out."""
-    with pytest.raises(LossAggError, match=f"returns='{returns}' with .*{advice}"):
-        ScheduleContract.detect(model_config(per_token), ALONE, returns=returns)
+def test_regime_follows_what_is_asked_for(per_token, returns, regime):
+    """Two or three values, with the flag on or off."""
+    contract = ScheduleContract.detect(model_config(per_token), ALONE, returns=returns)
+    assert contract.regime == regime
+
+
+@pytest.mark.parametrize(
+    ("size", "hook"),
+    [("num_moe_experts", "moe_grad_scale_func"), ("mtp_num_layers", "mtp_grad_scale_func")],
+)
+def test_R4_is_refused_for_losses_that_nothing_would_divide(size, hook):
+    """MoE auxiliary and MTP losses, unless the config's hook covers them."""
+    with pytest.raises(LossAggError, match=f"{size} set: .* undivided.*or set {hook}"):
+        ScheduleContract.detect(model_config(True, **{size: 2}), ALONE, returns="loss")
+    covered = model_config(True, **{size: 2, hook: lambda: 1.0})
+    assert ScheduleContract.detect(covered, ALONE, returns="loss").regime == "R4"
 
 
 def test_configurations_that_are_not_supported_are_refused():
