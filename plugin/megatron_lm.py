@@ -22,7 +22,8 @@ Deliberately not done:
   steps.
 * The checks of `loss_func` in `pretrain_gpt.py` for NaN and spikes wait for the device. Pass them
   as `check_loss` if you want them.
-* Packed batches (`--sft`) and full-iteration CUDA graphs are refused.
+* Packed batches (`cu_seqlens`) need a `call_model` of yours, which knows your model's
+  `packed_seq_params`. Full-iteration CUDA graphs are refused.
 * `process_non_loss_data_func` makes Megatron-LM run the schedule on the last rank alone: counting
   would wait for the other ranks. Give it a forward step of its own, or use one data-parallel rank.
 * `get_batch` of Megatron-LM receives `loss_mask` as float32: leave `weight_dtype` at that with it.
@@ -292,7 +293,8 @@ def _call_gpt_model(model: Any, batch: Batch) -> Any:
     """The call of `pretrain_gpt.py`: token losses [b, s] on the last stage."""
     if batch.get("cu_seqlens") is not None or batch.get("packed_seq_params") is not None:
         raise LossAggError(
-            "Packed batches (cu_seqlens) are not supported. Pass padded rows [b, s]."
+            "The default model call takes padded rows [b, s]. Pass call_model=(model, batch) -> "
+            "output that gives your model its packed_seq_params for batches with cu_seqlens."
         )
     options = {"labels": batch.get("labels")}
     owner = getattr(model, "__self__", model)

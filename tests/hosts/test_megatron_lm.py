@@ -593,8 +593,9 @@ def test_faults_of_the_setup_raise():
     for scope in ({"cuda_graph_impl": "full_iteration"}, {"cuda_graph_scope": ["full_iteration"]}):
         with pytest.raises(LossAggError, match="CUDA graph"):
             forward_step(iter([_microbatch()]), _Model(**scope))
-    packed = _microbatch() | {"cu_seqlens": torch.tensor([0, 3])}
-    with pytest.raises(LossAggError, match="cu_seqlens"):
+    packed = {key: value[:1] for key, value in _microbatch().items()}
+    packed["cu_seqlens"] = torch.tensor([0, 1, 3])
+    with pytest.raises(LossAggError, match="call_model=.*cu_seqlens"):
         forward_step(iter([packed]), model)
 
     def cast_to_a_mask(data_iterator):
