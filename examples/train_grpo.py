@@ -25,7 +25,7 @@ def main() -> int:
     from grpo.jobs import run_online
 
     def load() -> GrpoConfig:
-        return load_config(GrpoConfig, arguments.config, cli.overrides_of(arguments))
+        return load_config(GrpoConfig, cli.config_file_of(arguments), cli.overrides_of(arguments))
 
     return cli.run_command(load, run_online, arguments.out, resume=arguments.resume)
 

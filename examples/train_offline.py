@@ -28,7 +28,7 @@ def main() -> int:
 
     def load() -> OfflineConfig:
         overrides = cli.overrides_of(arguments) | {"data.path": arguments.data}
-        config = load_config(OfflineConfig, arguments.config, overrides)
+        config = load_config(OfflineConfig, cli.config_file_of(arguments), overrides)
         # Also finds a bad line before any rank has started.
         description = describe_data(config)
         if is_first_process():

@@ -42,10 +42,11 @@ def make_parser(description: str, default_config: str) -> argparse.ArgumentParse
     parser.add_argument(
         "--config",
         type=Path,
-        default=CONFIGS / default_config,
         metavar="FILE",
-        help=f"YAML file with all options (default: configs/{default_config})",
+        help=f"YAML file with all options (default: configs/{default_config}, or with --resume the "
+        "options that the run was started with)",
     )
+    parser.set_defaults(default_config=CONFIGS / default_config)
     for flag, kind, option, text in _FLAGS:
         metavar = {int: "N", float: "X", str: "NAME"}[kind]
         parser.add_argument(flag, type=kind, dest=option, metavar=metavar, help=text)
@@ -68,6 +69,18 @@ def make_parser(description: str, default_config: str) -> argparse.ArgumentParse
         help="go on with the run in --out (default: the last one in runs/)",
     )
     return parser
+
+
+def config_file_of(arguments: argparse.Namespace) -> Path:
+    """--config; without it, with --resume, the options of the run; else the default file."""
+    from grpo.run_folder import saved_config
+
+    if arguments.config is not None:
+        return arguments.config
+    saved = None
+    if arguments.resume:
+        saved = saved_config(arguments.default_config.stem, arguments.out)
+    return arguments.default_config if saved is None else saved
 
 
 def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -30,10 +30,8 @@ def open_run_folder(config: TrainingConfig, out: Path | None, *, resume: bool) -
             or it has all its steps already.
     """
     if out is None:
-        names = [config.name, *(f"{config.name}-{i}" for i in range(2, 10_000))]
-        folders = [RUNS / name for name in names]
-        first_free = next(i for i, folder in enumerate(folders) if not folder.exists())
-        out = folders[max(0, first_free - 1) if resume else first_free]
+        last, next_free = _folders(config.name)
+        out = last if resume else next_free
     out = _shown(out)
     if resume:
         _check_can_go_on(out, config)
@@ -46,6 +44,19 @@ def open_run_folder(config: TrainingConfig, out: Path | None, *, resume: bool) -
     text = yaml.safe_dump(config.to_dict(), sort_keys=False)
     (out / _CONFIG).write_text(text, encoding="utf-8")
     return out
+
+
+def saved_config(name: str, out: Path | None) -> Path | None:
+    """The options that a run was started with: of the one in `out`, or of the last one by name."""
+    path = (_folders(name)[0] if out is None else out) / _CONFIG
+    return path if path.is_file() else None
+
+
+def _folders(name: str) -> tuple[Path, Path]:
+    """Of runs/NAME, runs/NAME-2, ...: the last one in use (or the first) and the first free one."""
+    folders = [RUNS / n for n in (name, *(f"{name}-{i}" for i in range(2, 10_000)))]
+    first_free = next(i for i, folder in enumerate(folders) if not folder.exists())
+    return folders[max(0, first_free - 1)], folders[first_free]
 
 
 def _check_can_go_on(out: Path, config: TrainingConfig) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,26 @@ def test_make_targets_exist():
         text = (ROOT / readme).read_text(encoding="utf-8")
         for target in re.findall(r"(?:^|`|: )make ([a-z]+)\b", text, re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_the_bench_example_is_the_file(readme):
+    """The README shows `examples/check_own_loss.py` as it is, without its docstring."""
+    code = (ROOT / "examples" / "check_own_loss.py").read_text(encoding="utf-8")
+    code = code.split('"""\n\n', 1)[1]
+    assert f"```python\n{code}```" in (ROOT / readme).read_text(encoding="utf-8")
+
+
+def test_the_bench_example_runs():
+    """It prints J twice, equal, and a relative error of the whole model's gradient near 1e-16."""
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / "check_own_loss.py"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    losses, error = result.stdout.strip().splitlines()
+    got, expected = map(float, losses.split())
+    assert got == pytest.approx(expected, rel=1e-12)
+    assert float(error) <= 1e-12
