@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from grpo.advantages import group_advantages
-from grpo.cli import CONFIGS, make_parser, overrides_of
+from grpo.cli import CONFIGS, config_file_of, make_parser, overrides_of
 from grpo.config import DataConfig, GrpoConfig, OfflineConfig
 from grpo.config_file import load_config
 from grpo.jobs import summarize_rewards
@@ -220,11 +220,24 @@ def test_the_default_files_are_complete():
         assert loaded == written
 
 
+def test_resuming_takes_the_options_of_the_run(tmp_path):
+    """Without --config: those the run was started with; then the default file's; flags win."""
+    parser = make_parser("", "grpo_count.yaml")
+    saved = tmp_path / "config.yaml"
+    saved.write_text((CONFIGS / "grpo_count.yaml").read_text().replace("seed: 1", "seed: 7"))
+    resume = parser.parse_args(["--resume", "--out", str(tmp_path), "--steps", "9"])
+    config = load_config(GrpoConfig, config_file_of(resume), overrides_of(resume))
+    assert (config.seed, config.steps) == (7, 9)
+    assert config_file_of(parser.parse_args(["--out", str(tmp_path)])).name == "grpo_count.yaml"
+    other = parser.parse_args(["--resume", "--out", str(tmp_path), "--config", "mine.yaml"])
+    assert config_file_of(other).name == "mine.yaml"
+
+
 def test_flags_override_settings_override_the_file():
     arguments = make_parser("", "grpo_count.yaml").parse_args(
         ["--dp", "4", "--set", "layout.dp=1", "--set", "algorithm.kl_coef=1e-2", "--lr", "2e-3"]
     )
-    config = load_config(GrpoConfig, arguments.config, overrides_of(arguments))
+    config = load_config(GrpoConfig, config_file_of(arguments), overrides_of(arguments))
     assert (config.layout.dp, config.layout.pp) == (4, 2)
     assert config.algorithm.kl_coef == 0.01
     assert config.optimizer.lr == 0.002
