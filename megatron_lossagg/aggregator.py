@@ -135,16 +135,15 @@ class LossAggregator:
         """Plan a step: starts one all-reduce of 256 bytes over the data-parallel group.
 
         It does not wait for it. With `counts`, which all ranks pass or none, nothing is
-        communicated. Every rank that holds data
-        calls it with its own microbatches; a rank without data (middle pipeline stages,
-        tensor-parallel ranks that get theirs by broadcast) passes None and the number its schedule
-        runs.
+        communicated. Every rank that holds data calls it with its own microbatches; a rank without
+        data (middle pipeline stages, tensor-parallel ranks that get theirs by broadcast) passes
+        None and the number its schedule runs.
 
         Args:
-            microbatches: dicts of tensors with "loss_mask" [b, s] (and optionally "sample_mask"
-                [b],
-                0 for a row that only pads the batch), at full length, before any context-parallel
-                slicing. They are not changed.
+            microbatches: dicts of tensors with "loss_mask" [b, s], or [1, t] with "cu_seqlens" (and
+                "cu_seqlens_padded") for packed sequences, and optionally "sample_mask" [b], 0 for a
+                row that only pads the batch; at full length, before any context-parallel slicing.
+                They are not changed.
             num_microbatches: M, needed without microbatches.
             num_units: U, the units of the global batch, in modes with units (`unit_ids` in each
                 microbatch); then a second all-reduce of 16 * U bytes runs.
