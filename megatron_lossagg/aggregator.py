@@ -248,10 +248,9 @@ class LossAggregator:
 
     def measure(self, **options: Any) -> Measurement:
         """Communicates over all groups: see `ScheduleContract.measure`. Every rank must call it."""
-        groups = ParallelGroups.from_megatron() if self._groups is None else self._groups
         measurement = ScheduleContract.measure(
             self.model_config,
-            groups,
+            self._current_groups(),
             returns=self._returns,
             cp_gradient=self._cp_gradient,
             **options,
@@ -276,9 +275,12 @@ class LossAggregator:
         plan = WeightPlan(microbatches, options, context.groups, num_units=num_units)
         return Step(context, plan, len(plan)), plan
 
+    def _current_groups(self) -> ParallelGroups:
+        return ParallelGroups.from_megatron() if self._groups is None else self._groups
+
     def _prepare(self) -> tuple[StepContext, WeightOptions]:
         """Resolve groups and regime for a step: neither is remembered, so neither can be stale."""
-        groups = ParallelGroups.from_megatron() if self._groups is None else self._groups
+        groups = self._current_groups()
         contract = ScheduleContract.detect(
             self.model_config, groups, returns=self._returns, cp_gradient=self._cp_gradient
         )

@@ -19,9 +19,8 @@ from megatron_lossagg.units import LocalUnits
 # never depends on the configuration, so that ranks which were configured differently still run the
 # same collective and can find out. 32 int64 are 256 bytes.
 NUM_MASK_SLOTS = 8
-_RANKS, _FINGERPRINT, _FINGERPRINT_SQUARED, _MICROBATCHES, _BAD_MASK_VALUES, _BAD_UNIT_IDS = range(
-    6
-)
+_RANKS, _FINGERPRINT, _FINGERPRINT_SQUARED, _MICROBATCHES = range(4)
+_BAD_MASK_VALUES, _BAD_UNIT_IDS = 4, 5
 _HEADER = 8
 VECTOR_LENGTH = _HEADER + 3 * NUM_MASK_SLOTS
 # fingerprint^2 summed over 2^14 ranks must stay below 2^63.

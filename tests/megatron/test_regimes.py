@@ -65,6 +65,17 @@ def test_14_a_token_on_one_context_parallel_rank(rank_pool, layout, regime):
     assert_step(rank_pool, batch, layout, "token-mean", 1.0, per_token=per_token, returns=returns)
 
 
+def checked_plan(context, step, forward_step):
+    """The plan of a begun step: run it, validate it, report it."""
+
+    def finish(store):
+        step.validate()
+        return {**step.report(store), "is_empty": step.is_empty}
+
+    iterators = step.data_iterator(len(context.chunks))
+    return StepPlan(forward_step, iterators, len(context.microbatches), finish)
+
+
 class Convention(Prescribed):
     """Losses from outputs that every context-parallel rank has in full."""
 
@@ -85,16 +96,7 @@ class Convention(Prescribed):
             output = model(slice_for_cp(microbatch)["loss_mask"])
             return output, lambda output, **kw: step.loss_func(microbatch, gather(output), **kw)
 
-        def finish(store):
-            step.validate()
-            return {**step.report(store), "is_empty": step.is_empty}
-
-        return StepPlan(
-            forward_step,
-            step.data_iterator(len(context.chunks)),
-            len(context.microbatches),
-            finish,
-        )
+        return checked_plan(context, step, forward_step)
 
 
 def in_order(parts):
@@ -187,16 +189,7 @@ class SlicedMasks(Prescribed):
             microbatch = next(data_iterator)
             return model(microbatch["loss_mask"]), partial(step.loss_func, microbatch)
 
-        def finish(store):
-            step.validate()
-            return {**step.report(store), "is_empty": step.is_empty}
-
-        return StepPlan(
-            forward_step,
-            step.data_iterator(len(context.chunks)),
-            len(context.microbatches),
-            finish,
-        )
+        return checked_plan(context, step, forward_step)
 
 
 @EVERY_REGIME
