@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,30 +9,18 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.config import LossAggConfig
-from megatron_lossagg.counts import FINGERPRINT_BITS, GlobalCounts
+from megatron_lossagg.counts import GlobalCounts
+from megatron_lossagg.deferred import DeferredPlan
 from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.finalizer import Finalizer
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.measure import Measurement
 from megatron_lossagg.modes import ModeSpec
-from megatron_lossagg.plan import (
-    Microbatch,
-    WeightOptions,
-    WeightPlan,
-    check_weights_key,
-)
-from megatron_lossagg.schedule import (
-    ScheduleContract,
-    check_model_config,
-    check_options,
-    uses_full_iteration_cuda_graph,
-)
-from megatron_lossagg.step import LossFn, Step, StepContext
-from megatron_lossagg.stream import (
-    WrappedStream,
-    install_finalize_check,
-    resolve_num_microbatches,
-)
-from megatron_lossagg.weights import check_weight_dtype
+from megatron_lossagg.plan import Microbatch, WeightPlan
+from megatron_lossagg.schedule import ScheduleContract
+from megatron_lossagg.settings import Settings
+from megatron_lossagg.step import LossFn, Step
+from megatron_lossagg.stream import WrappedStream, resolve_num_microbatches
 
 
 class LossAggregator:
@@ -65,6 +52,9 @@ class LossAggregator:
         contract: "detect" reads the regime from the config; "measure" also drives a one-parameter
             model through the schedule at the first `begin_step` or `wrap`, which every rank must
             then call, and raises if anything scales otherwise.
+        denominators: "counted" counts the step before its first microbatch; "deferred" divides when
+            gradients are finalized, for a `wrap`ped stream whose step is not complete when it
+            begins (see `deferred`).
 
     Raises:
         ValueError: an unknown option, or L missing or not above zero.
@@ -88,24 +78,24 @@ class LossAggregator:
         weight_dtype: torch.dtype = torch.float32,
         masks_are_cp_sliced: bool = False,
         contract: str = "detect",
+        denominators: str = "counted",
     ) -> None:
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}.")
-        check_weight_dtype(weight_dtype)
-        check_weights_key(weights_key)
-        check_model_config(model_config)
-        check_options(returns=returns, cp_gradient=cp_gradient, contract=contract)
-        self.mode_spec = ModeSpec(loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count)
-        self.model_config = model_config
-        self.weights_key = weights_key
-        self._loss_fn = loss_fn
-        self._groups = groups
-        self._cp_gradient = cp_gradient
-        self._returns = returns
-        self._weight_dtype = weight_dtype
-        self._masks_are_cp_sliced = masks_are_cp_sliced
+        self._settings = Settings(
+            loss_fn=loss_fn,
+            mode_spec=ModeSpec(loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count),
+            model_config=model_config,
+            groups=groups,
+            cp_gradient=cp_gradient,
+            returns=returns,
+            weights_key=weights_key,
+            weight_dtype=weight_dtype,
+            masks_are_cp_sliced=masks_are_cp_sliced,
+            contract=contract,
+            denominators=denominators,
+        )
         self._must_measure = contract == "measure"
         self._stream = WrappedStream()
+        self._finalizer = Finalizer(self._settings, self._stream)
 
     @classmethod
     def from_config(
@@ -154,8 +144,15 @@ class LossAggregator:
             LossAggError: none where the loss is computed, or a configuration that cannot be
                 honoured.
         """
+        if self._settings.is_deferred:
+            raise LossAggError(
+                "denominators='deferred' is for streams: begin_step has the step's microbatches "
+                "and can count them. Use aggregator.wrap(iterator, num_microbatches=...), or "
+                "denominators='counted'."
+            )
         self._measure_once()
-        context, options = self._prepare()
+        context = self._settings.step_context()
+        self.install_finalize_hook()
         if counts is not None and not isinstance(counts, GlobalCounts):
             raise TypeError(f"counts must be a GlobalCounts, got {type(counts).__name__}.")
         if microbatches is None:
@@ -189,6 +186,7 @@ class LossAggregator:
                 f"begin_step got {len(microbatches)} microbatches but num_microbatches="
                 f"{num_microbatches}; leave num_microbatches out or make them equal."
             )
+        options = self._settings.weight_options(context.contract)
         plan = WeightPlan(microbatches, options, context.groups, counts, num_units)
         return Step(context, plan, len(microbatches))
 
@@ -204,6 +202,8 @@ class LossAggregator:
         It takes the step's M microbatches at once, counts them and yields shallow copies with their
         weights. From the first step on, `model_config.finalize_model_grads_func` also runs the
         checks of `Step.validate` once per step, so that they happen before the optimizer steps.
+        With deferred denominators nothing is counted ahead; the hook is set by this call, which
+        every rank then makes, after `finalize_model_grads_func` was set.
 
         Args:
             data_iterator: an iterator of microbatches, a list of them (one per model chunk; they
@@ -218,7 +218,16 @@ class LossAggregator:
         if not callable(num_microbatches):
             resolve_num_microbatches(num_microbatches)
 
-        def plan_step(microbatches: Sequence[Microbatch]) -> tuple[Step, WeightPlan]:
+        if self._settings.is_deferred:
+            self.install_finalize_hook()
+            return self._stream.wrap(
+                data_iterator, num_microbatches, self._plan_deferred_step, one_by_one=True
+            )
+
+        def plan_step(
+            microbatches: Sequence[Microbatch] | None, num_microbatches: int
+        ) -> tuple[Step, WeightPlan]:
+            assert microbatches is not None
             return self._plan_wrapped_step(
                 microbatches, num_units() if callable(num_units) else num_units
             )
@@ -233,8 +242,8 @@ class LossAggregator:
         Raises:
             LossAggError: nothing was planned: `wrap` was not called on this rank.
         """
-        step = self._stream.step_for_loss(lambda m: Step(self._prepare()[0], None, m))
-        install_finalize_check(self.model_config, self.validate)
+        step = self._stream.step_for_loss(lambda m: Step(self._settings.step_context(), None, m))
+        self.install_finalize_hook()
         return step.loss_func(microbatch, output_tensor, non_loss_data)
 
     def validate(self, num_tokens: Tensor | None = None) -> None:
@@ -246,17 +255,41 @@ class LossAggregator:
         """
         self._stream.validate(num_tokens)
 
+    def install_finalize_hook(self, model_config: Any = None) -> None:
+        """Let `finalize_model_grads_func` of the config run this aggregator's checks.
+
+        `wrap` and `loss_func` do it by themselves. Call it for a config that is a copy of the
+        aggregator's: a schedule reads the hook from the config of its first model chunk.
+        """
+        self._finalizer.install(self.model_config if model_config is None else model_config)
+
     def measure(self, **options: Any) -> Measurement:
         """Communicates over all groups: see `ScheduleContract.measure`. Every rank must call it."""
         measurement = ScheduleContract.measure(
             self.model_config,
-            self._current_groups(),
-            returns=self._returns,
-            cp_gradient=self._cp_gradient,
+            self._settings.current_groups(),
+            returns=self._settings.returns,
+            cp_gradient=self._settings.cp_gradient,
             **options,
         )
         self._must_measure = False
+        self._finalizer.measured_wrappers += tuple(map(type, options.get("model") or ()))
         return measurement
+
+    @property
+    def mode_spec(self) -> ModeSpec:
+        """The mode and its options."""
+        return self._settings.mode_spec
+
+    @property
+    def model_config(self) -> Any:
+        """The model's `TransformerConfig`."""
+        return self._settings.model_config
+
+    @property
+    def weights_key(self) -> str:
+        """The field of a microbatch that carries the weights."""
+        return self._settings.weights_key
 
     @property
     def must_measure(self) -> bool:
@@ -270,34 +303,15 @@ class LossAggregator:
     def _plan_wrapped_step(
         self, microbatches: Sequence[Microbatch], num_units: int | None
     ) -> tuple[Step, WeightPlan]:
-        context, options = self._prepare()
-        install_finalize_check(self.model_config, self.validate)
+        context = self._settings.step_context()
+        self.install_finalize_hook()
+        options = self._settings.weight_options(context.contract)
         plan = WeightPlan(microbatches, options, context.groups, num_units=num_units)
         return Step(context, plan, len(plan)), plan
 
-    def _current_groups(self) -> ParallelGroups:
-        return ParallelGroups.from_megatron() if self._groups is None else self._groups
-
-    def _prepare(self) -> tuple[StepContext, WeightOptions]:
-        """Resolve groups and regime for a step: neither is remembered, so neither can be stale."""
-        groups = self._current_groups()
-        contract = ScheduleContract.detect(
-            self.model_config, groups, returns=self._returns, cp_gradient=self._cp_gradient
-        )
-        context = StepContext(
-            loss_fn=self._loss_fn,
-            contract=contract,
-            groups=groups,
-            weights_key=self.weights_key,
-            counts_loss_calls=not uses_full_iteration_cuda_graph(self.model_config),
-        )
-        identity = (self.mode_spec, contract.regime, self._cp_gradient, self._weight_dtype)
-        options = WeightOptions(
-            spec=self.mode_spec,
-            weights_key=self.weights_key,
-            weight_dtype=self._weight_dtype,
-            times_num_tokens=contract.weights_carry_num_tokens,
-            masks_are_cp_sliced=self._masks_are_cp_sliced,
-            fingerprint=zlib.crc32(repr(identity).encode()) >> (32 - FINGERPRINT_BITS),
-        )
-        return context, options
+    def _plan_deferred_step(
+        self, microbatches: Sequence[Microbatch] | None, num_microbatches: int
+    ) -> tuple[Step, DeferredPlan]:
+        context = self._settings.step_context()
+        plan = DeferredPlan(self._settings.weight_options(context.contract), num_microbatches)
+        return Step(context, plan, num_microbatches), plan

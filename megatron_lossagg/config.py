@@ -47,12 +47,20 @@ class LossAggConfig:
     contract: str = "detect"
     """"detect" or "measure"."""
 
+    denominators: str = "counted"
+    """"counted" or "deferred"."""
+
     def __post_init__(self) -> None:
         spec = ModeSpec(
             self.loss_agg_mode, self.loss_scale_factor, self.norm_semantics, self.sequence_count
         )
         object.__setattr__(self, "loss_scale_factor", spec.loss_scale_factor)  # a plain float
-        check_options(returns=self.returns, cp_gradient=self.cp_gradient, contract=self.contract)
+        check_options(
+            returns=self.returns,
+            cp_gradient=self.cp_gradient,
+            contract=self.contract,
+            denominators=self.denominators,
+        )
         check_weights_key(self.weights_key)
         if not isinstance(self.weight_dtype, str) or self.weight_dtype not in WEIGHT_DTYPES:
             raise ValueError(

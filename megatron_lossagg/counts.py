@@ -137,6 +137,15 @@ def count_local(
     return LocalCounts(sequences, units, vector)
 
 
+def sum_local(vectors: Sequence[Tensor], fingerprint: int) -> Tensor:
+    """One rank's contribution from those of its microbatches. Does not communicate."""
+    total = torch.stack(list(vectors)).sum(dim=0)
+    total[_RANKS] = 1
+    total[_FINGERPRINT] = fingerprint
+    total[_FINGERPRINT_SQUARED] = fingerprint**2
+    return total
+
+
 class PendingCounts:
     """Counts whose all-reduce may still be running."""
 
@@ -154,6 +163,12 @@ class PendingCounts:
         if self._unit_counts is None:
             return GlobalCounts(tokens, valid, nominal)
         return GlobalCounts(tokens, valid, nominal, *self._unit_counts.unbind())
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks brought counts. Waits for the device."""
+        self.wait()
+        return int(self._vector[_RANKS])
 
     def check(self) -> None:
         """Raise LossAggError if ranks were configured differently or a mask held other values.

@@ -171,3 +171,9 @@ def broadcast_from_last(tensor: Tensor, group: Any) -> None:
     """Overwrite `tensor` by the last rank's (communicates over the group that is passed)."""
     if _size(group) > 1:
         dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[-1], group=group)
+
+
+def broadcast_from_first(tensor: Tensor, group: Any) -> None:
+    """Overwrite `tensor` by the first rank's (communicates over the group that is passed)."""
+    if _size(group) > 1:
+        dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[0], group=group)

@@ -70,12 +70,16 @@ class AggregationMode:
             each sequence, float64, broadcastable to [num_rows].
         checksum: ModeInputs -> the sum of all weights of the global batch, float64, shape [].
         needs_units: whether sequences must carry `unit_ids`.
+        divisor: ModeInputs -> the global count that every weight is divided by, float64, shape [],
+            so that the weights are known up to that one number before the batch is complete. None:
+            weights depend on the global batch in another way too.
     """
 
     name: str
     sequence_factor: Callable[[Tensor, ModeInputs], Tensor]
     checksum: Callable[[ModeInputs], Tensor]
     needs_units: bool = False
+    divisor: Callable[[ModeInputs], Tensor] | None = None
 
 
 def reciprocal_or_zero(count: Tensor) -> Tensor:
@@ -104,24 +108,33 @@ _MODES = {
             "token-mean",
             lambda n_s, c: reciprocal_or_zero(c.num_tokens),
             lambda c: (c.num_tokens > 0).to(torch.float64),
+            divisor=lambda c: c.num_tokens,
         ),
         AggregationMode(
-            "token-sum", lambda n_s, c: torch.ones_like(c.num_tokens), lambda c: c.num_tokens
+            "token-sum",
+            lambda n_s, c: torch.ones_like(c.num_tokens),
+            lambda c: c.num_tokens,
+            divisor=lambda c: torch.ones_like(c.num_tokens),
         ),
         AggregationMode(
             "seq-mean-token-sum",
             lambda n_s, c: reciprocal_or_zero(c.num_seqs),
             lambda c: c.num_tokens * reciprocal_or_zero(c.num_seqs),
+            divisor=lambda c: c.num_seqs,
         ),
         AggregationMode(
             "seq-mean-token-mean",
             lambda n_s, c: reciprocal_or_zero(c.num_seqs) * reciprocal_or_zero(n_s),
             lambda c: c.num_valid_seqs * reciprocal_or_zero(c.num_seqs),
+            divisor=lambda c: c.num_seqs,
         ),
         AggregationMode(
             "seq-mean-token-sum-norm",
             lambda n_s, c: _norm_divisor_reciprocal(c),
             lambda c: c.num_tokens * _norm_divisor_reciprocal(c),
+            divisor=lambda c: (
+                torch.ones_like(c.num_tokens) if c.norm_semantics == "sum" else c.num_seqs
+            ),
         ),
         AggregationMode(
             "unit-mean-token-mean",
@@ -251,3 +264,16 @@ class ModeSpec:
     def checksum(self, counts: GlobalCounts) -> Tensor:
         """The sum of all weights of the global batch, float64, shape []."""
         return get_mode(self.loss_agg_mode).checksum(self.inputs(counts, counts.num_tokens.device))
+
+    def divisor(self, counts: GlobalCounts) -> Tensor | None:
+        """The count that every weight of the mode is divided by, float64 []; None: there is none.
+
+        Weights made with counts of 1 (`undivided_counts`) are the mode's weights times it.
+        """
+        divisor = get_mode(self.loss_agg_mode).divisor
+        return None if divisor is None else divisor(self.inputs(counts, counts.num_tokens.device))
+
+
+def undivided_counts() -> GlobalCounts:
+    """Counts of 1, with which a mode gives its weights before the division by `divisor`."""
+    return GlobalCounts(1, 1, 1)  # type: ignore[arg-type]

@@ -77,7 +77,9 @@ class WeightPlan:
         num_units: int | None = None,
     ) -> None:
         self._options = options
-        self._microbatches = [_checked(m, i, options) for i, m in enumerate(microbatches)]
+        for index, microbatch in enumerate(microbatches):
+            check_microbatch(microbatch, index, options)
+        self._microbatches = list(microbatches)
         sequences = [Sequences.of_microbatch(m) for m in self._microbatches]
         if options.masks_are_cp_sliced:
             sequences = _with_full_counts(sequences, groups)
@@ -141,12 +143,17 @@ class WeightPlan:
 
     def with_weights(self, microbatch: Microbatch, index: int) -> dict[str, Any]:
         """A shallow copy of a microbatch with weights `index`, without fields that only count."""
-        copy = {k: v for k, v in microbatch.items() if k not in COUNTING_KEYS}
+        copy = without_counting_keys(microbatch)
         copy[self._options.weights_key] = self.weights(index)
         return copy
 
 
-def _checked(microbatch: Any, index: int, options: WeightOptions) -> Microbatch:
+def without_counting_keys(microbatch: Microbatch) -> dict[str, Any]:
+    """A shallow copy without the fields that only serve counting."""
+    return {k: v for k, v in microbatch.items() if k not in COUNTING_KEYS}
+
+
+def check_microbatch(microbatch: Any, index: int, options: WeightOptions) -> None:
     """Raise on a microbatch that cannot be planned."""
     if not isinstance(microbatch, Mapping):
         raise TypeError(
@@ -174,7 +181,6 @@ def _checked(microbatch: Any, index: int, options: WeightOptions) -> Microbatch:
             "whole sequences do not describe a sliced mask. Plan with full masks and slice "
             "afterwards with slice_for_cp."
         )
-    return microbatch
 
 
 def _with_full_counts(sequences: list[Sequences], groups: ParallelGroups) -> list[Sequences]:

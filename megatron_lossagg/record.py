@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_lossagg.deferred import DeferredPlan
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communication_device
 from megatron_lossagg.plan import WeightPlan
@@ -31,6 +32,7 @@ class PassRecord:
         returned: per call, the value that was returned and an alias of the tensor that was
             returned, which the schedule rescales in place.
         num_tokens: what each call with a gradient returned as its number of tokens (R3).
+        reports: what each call reported, [numerator, denominator].
         coarsest_eps: the largest machine epsilon among the weights' dtypes.
         is_validated: whether `validate` has looked at it: what happens afterwards is a new pass.
     """
@@ -40,6 +42,7 @@ class PassRecord:
     weight_sums: list[Tensor] = field(default_factory=list)
     returned: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     num_tokens: list[Tensor] = field(default_factory=list)
+    reports: list[Tensor] = field(default_factory=list)
     coarsest_eps: float = 0.0
     is_validated: bool = False
 
@@ -114,7 +117,7 @@ def _other_rescaling(returned: list[tuple[Tensor, Tensor]], expected: float) -> 
 def check_with_others(
     record: PassRecord,
     problems: list[str],
-    plan: WeightPlan | None,
+    plan: WeightPlan | DeferredPlan | None,
     contract: ScheduleContract,
     groups: ParallelGroups,
     *,
@@ -142,9 +145,10 @@ def check_with_others(
             f"{int(num_ranks_with_problems)} other rank(s) of this data x context parallel group "
             "found a fault in the step; their message says which. Do not step the optimizer."
         )
-    if plan is None or not check_sum:
+    expected_sum = plan.expected_weight_sum() if plan is not None and check_sum else None
+    if expected_sum is None:
         return
-    expected = plan.expected_weight_sum().item()
+    expected = expected_sum.item()
     found /= contract.cp_copies
     # Each weight is rounded once (half an epsilon); the sum is float64.
     tolerance = max(record.coarsest_eps, 1e-12) * abs(expected)

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.modes import ModeSpec, get_mode
 from megatron_lossagg.schedule_probe import num_tokens_are_summed_over_cp
 
 
@@ -49,6 +50,85 @@ def _refuse_undivided_losses(model_config: Any) -> None:
                 f"loss would go undivided. Use returns='auto' (three values), or set {hook} in the "
                 "model's config (megatron-core 0.19 on) to scale it."
             )
+
+
+def refuse_deferred(
+    model_config: Any, spec: ModeSpec, *, divides_later: bool, masks_are_cp_sliced: bool
+) -> None:
+    """Raise LossAggError where one division of all gradients would not give the mode's."""
+    if get_mode(spec.loss_agg_mode).divisor is None:
+        raise LossAggError(
+            f"denominators='deferred' with loss_agg_mode={spec.loss_agg_mode!r}: its weights are "
+            "not known up to one common divisor before the batch is complete. Use "
+            "denominators='counted'."
+        )
+    if masks_are_cp_sliced:
+        raise LossAggError(
+            "denominators='deferred' with masks_are_cp_sliced=True: sequences cannot be counted "
+            "from parts of them. Wrap an iterator of whole masks and slice with slice_for_cp."
+        )
+    if not divides_later:
+        return
+    for size, loss in (("num_moe_experts", "MoE auxiliary"), ("mtp_num_layers", "MTP")):
+        if getattr(model_config, size, None):
+            raise LossAggError(
+                f"denominators='deferred' with {size} set would divide the gradient of the {loss} "
+                "loss too. Use denominators='counted', or token-mean with "
+                "calculate_per_token_loss=True, which Megatron divides itself."
+            )
+    if uses_full_iteration_cuda_graph(model_config):
+        raise LossAggError(
+            "denominators='deferred' divides in finalize_model_grads_func, which a full-iteration "
+            "CUDA graph captures. Use denominators='counted'."
+        )
+
+
+def refuse_wrappers(
+    chunks: list[Any], regime: str, *, scales_gradients: bool, measured: tuple[type, ...] = ()
+) -> None:
+    """Raise LossAggError if the wrapper of a model chunk cannot be honoured in this regime.
+
+    Args:
+        chunks: what Megatron gives `finalize_model_grads_func`.
+        regime: "R1" to "R4".
+        scales_gradients: whether the plugin itself scales gradients at the end.
+        measured: wrappers that `ScheduleContract.measure` found exact.
+    """
+    for chunk in chunks:
+        names = {cls.__name__ for cls in type(chunk).__mro__}
+        if "TorchFullyShardedDataParallel" in names:
+            if regime in ("R3", "R4") or scales_gradients:
+                raise LossAggError(
+                    "TorchFullyShardedDataParallel (torch FSDP2) averages gradients over its ranks "
+                    "and its scale_gradients does nothing, so with calculate_per_token_loss=True "
+                    "or denominators='deferred' they would not be divided as they should. Set "
+                    "calculate_per_token_loss=False and denominators='counted'."
+                )
+        elif _is_megatron_fsdp(chunk) and type(chunk) not in measured:
+            raise LossAggError(
+                "Megatron-FSDP is not proved: its sharded gradients need NCCL. Let this job prove "
+                "it before the first step: aggregator.measure(model=model_chunks), on every rank, "
+                "raises if anything is scaled otherwise. Or use DistributedDataParallel."
+            )
+
+
+def _is_megatron_fsdp(chunk: Any) -> bool:
+    return any(
+        cls.__name__ in ("FullyShardedDataParallel", "MegatronFSDP")
+        and cls.__module__.startswith("megatron")
+        for cls in type(chunk).__mro__
+    )
+
+
+def uses_full_iteration_cuda_graph(model_config: Any) -> bool:
+    """Whether a replayed step runs without entering Python, so that calls cannot be counted.
+
+    Releases say it in `cuda_graph_scope` or in `cuda_graph_impl`, as a string or an enum.
+    """
+    scope = getattr(model_config, "cuda_graph_scope", None) or ()
+    scopes = [scope] if isinstance(scope, str) else list(scope)
+    settings = [*scopes, getattr(model_config, "cuda_graph_impl", None)]
+    return any("full_iteration" in str(getattr(s, "name", s)) for s in settings)
 
 
 def check_p2p_order(model_config: Any, groups: ParallelGroups) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 CP_GRADIENTS = ("local", "replicated-value", "gathered")
 CONTRACTS = ("detect", "measure")
+DENOMINATORS = ("counted", "deferred")
 RETURNS = ("auto", "loss", "loss_and_num_tokens")
 # Megatron sums num_tokens in int32.
 MAX_NUM_TOKENS_R3 = 2**31 - 1
@@ -175,8 +176,19 @@ def check_model_config(model_config: Any) -> None:
         )
 
 
-def check_options(*, returns: str, cp_gradient: str, contract: str = "detect") -> None:
-    """Raise ValueError on an unknown `returns`, `cp_gradient` or `contract`."""
+def check_options(
+    *,
+    returns: str,
+    cp_gradient: str,
+    contract: str = "detect",
+    denominators: str = "counted",
+) -> None:
+    """Raise ValueError on an unknown value of one of these options."""
+    if denominators not in DENOMINATORS:
+        raise ValueError(
+            f"denominators={denominators!r} does not exist; expected one of "
+            f"{', '.join(DENOMINATORS)}."
+        )
     if contract not in CONTRACTS:
         raise ValueError(
             f"contract={contract!r} does not exist; expected one of {', '.join(CONTRACTS)}."
@@ -190,14 +202,3 @@ def check_options(*, returns: str, cp_gradient: str, contract: str = "detect") -
             f"cp_gradient={cp_gradient!r} does not exist; expected one of "
             f"{', '.join(CP_GRADIENTS)}."
         )
-
-
-def uses_full_iteration_cuda_graph(model_config: Any) -> bool:
-    """Whether a replayed step runs without entering Python, so that calls cannot be counted.
-
-    Releases say it in `cuda_graph_scope` or in `cuda_graph_impl`, as a string or an enum.
-    """
-    scope = getattr(model_config, "cuda_graph_scope", None) or ()
-    scopes = [scope] if isinstance(scope, str) else list(scope)
-    settings = [*scopes, getattr(model_config, "cuda_graph_impl", None)]
-    return any("full_iteration" in str(getattr(s, "name", s)) for s in settings)

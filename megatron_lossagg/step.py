@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.counts import GlobalCounts
+from megatron_lossagg.deferred import DeferredPlan
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.loss import check_token_losses, masked_weighted_sum, weights_of
@@ -37,6 +38,8 @@ class StepContext:
         groups: the process groups.
         weights_key: the field that carries the weights.
         counts_loss_calls: False where a replayed CUDA graph does not enter Python.
+        divides_later: the weights lack their global divisor: gradients and reports get it when
+            gradients are finalized.
     """
 
     loss_fn: LossFn
@@ -44,6 +47,7 @@ class StepContext:
     groups: ParallelGroups
     weights_key: str
     counts_loss_calls: bool = True
+    divides_later: bool = False
 
 
 class Step:
@@ -56,7 +60,7 @@ class Step:
     def __init__(
         self,
         context: StepContext,
-        plan: WeightPlan | None,
+        plan: WeightPlan | DeferredPlan | None,
         num_microbatches: int,
         known_counts: GlobalCounts | None = None,
     ) -> None:
@@ -66,6 +70,11 @@ class Step:
         self.num_microbatches = num_microbatches
         self._record = PassRecord()
         self._reported_empty: bool | None = None
+
+    @property
+    def plan(self) -> WeightPlan | DeferredPlan | None:
+        """Counts and weights of this rank's microbatches; None on a rank without data."""
+        return self._plan
 
     @property
     def counts(self) -> GlobalCounts:
@@ -102,9 +111,10 @@ class Step:
     @property
     def microbatches(self) -> list[dict[str, Any]]:
         """Shallow copies of this rank's microbatches with weights; [] on a rank without data."""
-        return (
-            [] if self._plan is None else [self._plan.microbatch(i) for i in range(len(self._plan))]
-        )
+        if self._plan is None:
+            return []
+        assert isinstance(self._plan, WeightPlan)  # streamed steps have no list
+        return [self._plan.microbatch(i) for i in range(len(self._plan))]
 
     def data_iterator(self, num_chunks: int = 1) -> list[Iterator[dict[str, Any]] | None]:
         """Fresh iterators for the schedule, one per model chunk; starts a new pass over the step.
@@ -131,7 +141,7 @@ class Step:
         return self._record.taken[-1]
 
     def _iterate(self, taken: TakenCount) -> Iterator[dict[str, Any]]:
-        assert self._plan is not None
+        assert isinstance(self._plan, WeightPlan)
         for index in range(len(self._plan)):
             taken.value += 1
             yield self._plan.microbatch(index)
@@ -162,6 +172,12 @@ class Step:
             denominator]}, to be summed by `report` or Megatron-LM's train_step.
         """
         context, contract = self._context, self._context.contract
+        if context.divides_later and not torch.is_grad_enabled():
+            raise LossAggError(
+                "denominators='deferred' divides when gradients are finalized, which a run "
+                "without gradients does not do. Evaluate with another LossAggregator, which counts "
+                "first (denominators='counted')."
+            )
         weights = weights_of(microbatch, context.weights_key)
         losses = context.loss_fn(output_tensor, microbatch)
         check_token_losses(losses, weights)
@@ -182,6 +198,7 @@ class Step:
             share = 1.0 / (self.num_microbatches * context.groups.dp_cp_size)
             denominator = torch.full_like(partial_sum, share)
         report = {"loss": torch.stack([partial_sum.detach() / contract.cp_copies, denominator])}
+        self._record.reports.append(report["loss"])
         if non_loss_data:
             return report
         loss = partial_sum * contract.loss_factor(self.num_microbatches)
@@ -191,6 +208,11 @@ class Step:
                 self._record.num_tokens.append(num_tokens)
             return loss, num_tokens, report
         return loss, report
+
+    def divide_reports(self, gradient_factor: float) -> None:
+        """Multiply what `loss_func` reported by the factor that gradients got, in place."""
+        for report in self._record.reports:
+            report[0] *= gradient_factor
 
     def validate(self, num_tokens: Tensor | None = None) -> None:
         """Check the last run of the schedule: one all-reduce over dp x cp, on the last stage only.
@@ -241,7 +263,7 @@ class Step:
             self._plan.check_counts()
         except LossAggError as error:
             problems.append(str(error).rstrip("."))
-        if self._context.contract.regime == "R3":
+        if self._context.contract.regime == "R3" and self._plan.expected_weight_sum() is not None:
             num_tokens = int(self._plan.counts.num_tokens)
             if num_tokens > MAX_NUM_TOKENS_R3:
                 problems.append(

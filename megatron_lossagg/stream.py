@@ -9,14 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_lossagg.deferred import DeferredPlan
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.plan import Microbatch, WeightPlan
-from megatron_lossagg.schedule import uses_full_iteration_cuda_graph
 from megatron_lossagg.step import Step
 
 NumMicrobatches = int | Callable[[], int]
-PlanStep = Callable[[Sequence[Microbatch]], tuple[Step, WeightPlan]]
-FinalizeCheck = Callable[[Tensor | None], None]
+# From a step's microbatches, or None where they are not known yet, and their number.
+PlanStep = Callable[
+    [Sequence[Microbatch] | None, int], tuple[Step, WeightPlan] | tuple[Step, DeferredPlan]
+]
 
 
 class WrappedStream:
@@ -27,20 +29,35 @@ class WrappedStream:
         self._has_data = False
         self._without_data: list[NumMicrobatches] = []
 
-    def wrap(self, data_iterator: Any, num_microbatches: NumMicrobatches, plan: PlanStep) -> Any:
-        """Wrap one iterator, a list of chunk iterators (each may be None), or None."""
+    def wrap(
+        self,
+        data_iterator: Any,
+        num_microbatches: NumMicrobatches,
+        plan: PlanStep,
+        *,
+        one_by_one: bool = False,
+    ) -> Any:
+        """Wrap one iterator, a list of chunk iterators (each may be None), or None.
+
+        With `one_by_one` a microbatch is taken when it is asked for, not the whole step at once.
+        """
         iterators = data_iterator if isinstance(data_iterator, list | tuple) else [data_iterator]
         if not iterators:
             raise ValueError(
                 "wrap got an empty list; expected one iterator (or None) per model chunk."
             )
-        siblings = _Siblings(self, num_microbatches, plan)
+        siblings = _Siblings(self, num_microbatches, plan, one_by_one)
         wrapped = [None if it is None else siblings.add(it) for it in iterators]
         if any(it is not None for it in wrapped):
             self._has_data = True
         elif num_microbatches not in self._without_data:
             self._without_data.append(num_microbatches)
         return wrapped if isinstance(data_iterator, list | tuple) else wrapped[0]
+
+    @property
+    def active(self) -> Step | None:
+        """The step that this rank is in, if one began."""
+        return self._active
 
     def activate(self, step: Step) -> None:
         """Make `step` the one that calls of `loss_func` belong to."""
@@ -85,12 +102,19 @@ class WrappedStream:
 class _Siblings:
     """The iterators of one stream's model chunks: one plan per step serves them all."""
 
-    def __init__(self, stream: WrappedStream, num_microbatches: NumMicrobatches, plan: PlanStep):
+    def __init__(
+        self,
+        stream: WrappedStream,
+        num_microbatches: NumMicrobatches,
+        plan: PlanStep,
+        one_by_one: bool,
+    ) -> None:
         self.stream = stream
         self.num_microbatches = num_microbatches
+        self.one_by_one = one_by_one
         self._plan = plan
         self._sources: dict[int, _Source] = {}
-        self._steps: dict[int, tuple[Step, WeightPlan]] = {}
+        self._steps: dict[int, tuple[Step, WeightPlan | DeferredPlan]] = {}
 
     def add(self, data_iterator: Any) -> _WrappedIterator:
         """One more chunk's iterator; two chunks may share one object."""
@@ -102,15 +126,18 @@ class _Siblings:
         source = self._sources.setdefault(id(data_iterator), _Source(data_iterator))
         return _WrappedIterator(self, source)
 
-    def step(self, index: int, microbatches: list[Microbatch]) -> tuple[Step, WeightPlan]:
+    def step(
+        self, index: int, microbatches: list[Microbatch], num_microbatches: int
+    ) -> tuple[Step, WeightPlan | DeferredPlan]:
         """Plan step `index` for the first chunk that gets there; the others share it."""
         if index not in self._steps:
-            self._steps[index] = self._plan(microbatches)
+            known = None if self.one_by_one else microbatches
+            self._steps[index] = self._plan(known, num_microbatches)
             self._steps.pop(index - 2, None)
         step, plan = self._steps[index]
-        if len(plan) != len(microbatches):
+        if len(plan) != num_microbatches:
             raise LossAggError(
-                f"The model chunks of this rank take {len(plan)} and {len(microbatches)} "
+                f"The model chunks of this rank take {len(plan)} and {num_microbatches} "
                 "microbatches in one step; their iterators must yield the same sequence."
             )
         return step, plan
@@ -124,12 +151,13 @@ class _Source:
         self._index = -1
         self._taken: list[Microbatch] = []
 
-    def take(self, index: int, num_microbatches: int) -> list[Microbatch]:
-        """The microbatches of step `index`; [] at the end of the data."""
+    def take(self, index: int, wanted: int, num_microbatches: int) -> list[Microbatch]:
+        """The first `wanted` or more of the microbatches of step `index`; [] at the data's end."""
         if index != self._index:
-            self._taken = list(islice(_iterate(self._data_iterator), num_microbatches))
-            self._index = index
-        if 0 < len(self._taken) < num_microbatches:
+            self._taken, self._index = [], index
+        missing = max(0, wanted - len(self._taken))
+        self._taken += islice(_iterate(self._data_iterator), missing)
+        if 0 < len(self._taken) < wanted:
             raise LossAggError(
                 f"The data iterator ended after {len(self._taken)} of {num_microbatches} "
                 "microbatches of a step. Drop the last incomplete step, or let num_microbatches "
@@ -154,7 +182,8 @@ class _WrappedIterator:
     def __init__(self, siblings: _Siblings, source: _Source) -> None:
         self._siblings = siblings
         self._source = source
-        self._step_index = 0
+        self._step_index = -1
+        self._num_microbatches = 0
         self._microbatches: list[Microbatch] = []
         self._position = 0
 
@@ -162,24 +191,32 @@ class _WrappedIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        if self._position == len(self._microbatches):
+        if self._position == self._num_microbatches:
             self._begin_step()
         index = self._position
+        if index == len(self._microbatches):
+            self._take(self._step_index, index + 1, self._num_microbatches)
         self._position += 1
         self._siblings.stream.activate(self._step)
         self._taken.value += 1
         return self._plan.with_weights(self._microbatches[index], index)
 
+    def _take(self, index: int, wanted: int, num_microbatches: int) -> list[Microbatch]:
+        wanted = wanted if self._siblings.one_by_one else num_microbatches
+        return self._source.take(index, wanted, num_microbatches)
+
     def _begin_step(self) -> None:
+        index = self._step_index + 1
         num_microbatches = resolve_num_microbatches(self._siblings.num_microbatches)
-        microbatches = self._source.take(self._step_index, num_microbatches)
+        microbatches = self._take(index, 1, num_microbatches)
         if not microbatches:
             raise StopIteration
-        self._step, self._plan = self._siblings.step(self._step_index, microbatches)
+        self._step, self._plan = self._siblings.step(index, microbatches, num_microbatches)
         self._taken = self._step.add_iterator()
-        self._microbatches = microbatches
+        self._num_microbatches = num_microbatches
+        self._microbatches = microbatches  # the source's list, which grows one by one
         self._position = 0
-        self._step_index += 1
+        self._step_index = index
 
 
 def resolve_num_microbatches(num_microbatches: NumMicrobatches) -> int:
@@ -192,48 +229,3 @@ def resolve_num_microbatches(num_microbatches: NumMicrobatches) -> int:
     if value < 1:
         raise ValueError(f"num_microbatches must be at least 1, got {value}.")
     return int(value)
-
-
-class _CheckedFinalize:
-    """A `finalize_model_grads_func` that runs checks after the original."""
-
-    def __init__(self, finalize: Callable[..., Any], check: FinalizeCheck) -> None:
-        self.finalize = finalize
-        self.checks = [check]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        num_tokens = args[1] if len(args) > 1 else kwargs.get("num_tokens")
-        if isinstance(num_tokens, Tensor):
-            num_tokens = num_tokens.clone()  # finalize sums it over ranks in place
-        result = self.finalize(*args, **kwargs)
-        for check in self.checks:
-            check(num_tokens)
-        return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _CheckedFinalize:
-        # Megatron deep-copies configs for some layers; process groups cannot be copied.
-        return self
-
-    def __reduce__(self) -> Any:
-        # The checks belong to this process: a pickled config holds the function that was wrapped.
-        return _same, (self.finalize,)
-
-
-def _same(finalize: Callable[..., Any]) -> Callable[..., Any]:
-    return finalize
-
-
-def install_finalize_check(model_config: Any, check: FinalizeCheck) -> None:
-    """Run `check` whenever the schedule finalizes gradients, once however often this is called.
-
-    It gets the number of tokens that the schedule summed up on this rank, None outside R3. With
-    full-iteration CUDA graphs nothing is installed: call the checks where Python runs.
-    """
-    if uses_full_iteration_cuda_graph(model_config):
-        return  # finalize would be captured with the step, and the checks read values
-    finalize = getattr(model_config, "finalize_model_grads_func", None)
-    if isinstance(finalize, _CheckedFinalize):
-        if check not in finalize.checks:
-            finalize.checks.append(check)
-    elif finalize is not None:
-        model_config.finalize_model_grads_func = _CheckedFinalize(finalize, check)

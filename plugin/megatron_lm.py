@@ -42,8 +42,8 @@ from torch import Tensor
 
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.schedule import uses_full_iteration_cuda_graph
-from megatron_lossagg.stream import NumMicrobatches, install_finalize_check
+from megatron_lossagg.refusals import uses_full_iteration_cuda_graph
+from megatron_lossagg.stream import NumMicrobatches
 
 from .tp_broadcast import broadcast_batch
 
@@ -115,7 +115,7 @@ def make_loss_func(
         pair = report["loss"]
         if len(returned) == 1:
             # evaluate() of Megatron-LM clamps denominators to 1 under --sft: make them 1.
-            pair = pair / pair[1]
+            pair /= pair[1].clone()
         if check_loss is not None:
             check_loss(returned[0])
         return (*returned, {name: pair})
@@ -184,7 +184,7 @@ def make_forward_step(
         config = _megatron("megatron.core.utils", "get_model_config")(model)
         _check_config(config, aggregator)
         # The schedule reads this hook from the config of its first chunk, which may be a copy.
-        install_finalize_check(config, aggregator.validate)
+        aggregator.install_finalize_hook(config)
         if get_attribute(model, "post_process"):
             data_iterator = streams.enter(data_iterator, bool(model.training))
         batch = _named(call_get_batch(data_iterator, model), batch_keys)

@@ -39,8 +39,8 @@ class AggregatorPlan:
     """Plans a step with `LossAggregator`; picklable, so it can be sent to a `RankPool`.
 
     Attributes:
-        loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count, cp_gradient, returns: of
-            `LossAggregator`.
+        loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count, cp_gradient, returns,
+            denominators: of `LossAggregator`; deferred denominators need planning="wrap".
         planning: "begin_step", or "wrap" with the weights riding in `loss_mask`.
         data: who has microbatches: "all" ranks, or "tp-rank-0" of the first and last stage alone,
             the others get them by broadcast, as in Megatron-LM.
@@ -55,6 +55,7 @@ class AggregatorPlan:
     sequence_count: str = "valid"
     cp_gradient: str = "local"
     returns: str = "auto"
+    denominators: str = "counted"
     planning: str = "begin_step"
     data: str = "all"
     token_losses: Callable[[Tensor, Mapping[str, Tensor]], Tensor] = policy_gradient_losses
@@ -73,12 +74,13 @@ class AggregatorPlan:
             sequence_count=self.sequence_count,
             cp_gradient=self.cp_gradient,
             returns=self.returns,
+            denominators=self.denominators,
             weights_key="loss_mask" if self.planning == "wrap" else "loss_weights",
             weight_dtype=self.weight_dtype,
         )
         if not self.validate:
             # The finalize hook of wrap() runs whatever `validate` is.
-            vars(aggregator)["validate"] = _no_checks
+            vars(aggregator._stream)["validate"] = _no_checks
         is_end_stage = context.pp_rank in (0, context.layout.pp - 1)
         has_data = self.data == "all" or (context.tp_rank == 0 and is_end_stage)
         fault = ExitStack()

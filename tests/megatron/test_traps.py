@@ -269,7 +269,7 @@ def _finalize_hook():
 
     chunks, aggregator, microbatches = _pipeline_of_two(False, weights_key="loss_mask")
     config = unwrap(chunks[0]).config
-    before = hasattr(config.finalize_model_grads_func, "checks")
+    before = hasattr(config.finalize_model_grads_func, "participants")
     data = aggregator.wrap(iter(microbatches * 2), num_microbatches=4)
     step = SimpleNamespace(
         loss_func=aggregator.loss_func, data_iterator=lambda n: [data] * n, num_microbatches=4
@@ -279,6 +279,6 @@ def _finalize_hook():
     hook = config.finalize_model_grads_func
     return {
         "installed_before": before,
-        "num_checks": len(hook.checks),
+        "num_checks": len(hook.participants),
         "same_after_deepcopy": copy.deepcopy(hook) is hook,
     }

@@ -14,6 +14,7 @@ from megatron_lossagg import LossAggConfig, LossAggregator, ParallelGroups
 
 NON_DEFAULTS = {
     "contract": "measure",
+    "denominators": "deferred",
     "masks_are_cp_sliced": True,
     "loss_agg_mode": "seq-mean-token-sum-norm",
     "loss_scale_factor": 512,

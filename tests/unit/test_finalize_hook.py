@@ -66,7 +66,7 @@ def test_check_is_installed_once():
     """However many steps there were, finalize runs each check once: it costs a collective."""
     config, calls = model_config(finalize_model_grads_func=finalize), []
     aggregator = make_aggregator(model_config=config)
-    aggregator.validate = calls.append
+    aggregator._stream.validate = calls.append
     wrapped = aggregator.wrap(iter(ones(6)), num_microbatches=2)
     for _ in range(3):
         run_schedule(aggregator.loss_func, wrapped, 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lossagg import GlobalCounts
-from megatron_lossagg.modes import ModeSpec, get_mode, mode_names
+from megatron_lossagg.modes import ModeSpec, get_mode, mode_names, undivided_counts
 
 NORM = "seq-mean-token-sum-norm"
 
@@ -97,3 +97,21 @@ def test_unknown_options_name_the_known_ones():
         ModeSpec("token-mean", norm_semantics="mean")
     with pytest.raises(ValueError, match="sequence_count='rows' .* expected 'valid' or 'nominal'"):
         ModeSpec("token-mean", sequence_count="rows")
+
+
+@pytest.mark.parametrize("sequence_count", ["valid", "nominal"])
+@pytest.mark.parametrize("mode", mode_names())
+@pytest.mark.parametrize("norm_semantics", ["sum", "seq-mean"])
+def test_divisor_is_all_that_the_global_batch_adds(mode, norm_semantics, sequence_count):
+    """Weights from counts of 1, over the divisor, are the weights; None in modes with units."""
+    spec = ModeSpec(mode, 8, norm_semantics, sequence_count)
+    counts = GlobalCounts(num_tokens=21, num_valid_seqs=5, num_seqs=7)
+    divisor = spec.divisor(counts) if not spec.needs_units else get_mode(mode).divisor
+    if spec.needs_units:
+        assert divisor is None
+        return
+    n_s = torch.tensor([4.0, 1.0, 0.0], dtype=torch.float64)
+    factor, device = get_mode(mode).sequence_factor, torch.device("cpu")
+    weights = factor(n_s, spec.inputs(counts, device)).expand(3)
+    undivided = factor(n_s, spec.inputs(undivided_counts(), device)).expand(3)
+    torch.testing.assert_close(undivided / divisor, weights, rtol=1e-15, atol=0)

@@ -8,7 +8,7 @@ import pytest
 from one_process import FakeGroup, model_config
 
 from megatron_lossagg import LossAggError, ParallelGroups, ScheduleContract
-from megatron_lossagg.schedule import uses_full_iteration_cuda_graph
+from megatron_lossagg.refusals import uses_full_iteration_cuda_graph
 
 ALONE = ParallelGroups.single_process()
 
