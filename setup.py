@@ -39,7 +39,7 @@ setup(
         "cli": CLI,
         "examples": EXAMPLES,
         "tensorboard": TENSORBOARD,
-        "test": [*EXAMPLES, *TENSORBOARD, "hypothesis>=6.100", "pytest>=8"],
+        "test": [*EXAMPLES, *TENSORBOARD, "einops", "hypothesis>=6.100", "pytest>=8"],
         "dev": ["mypy>=1.11", "ruff>=0.6", "types-PyYAML"],
     },
     # The folder plugin/ is installed under a name that cannot clash with another project's.

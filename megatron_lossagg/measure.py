@@ -151,7 +151,7 @@ def stage_of(config: Any, groups: ParallelGroups, vp_stage: int) -> Any:
             self.vp_stage = vp_stage if groups.num_virtual_stages > 1 else None
             self.input_tensor: Tensor | None = None
             self.scale = torch.nn.Parameter(
-                torch.ones((), dtype=config.params_dtype, device=device)
+                torch.ones(1, dtype=config.params_dtype, device=device)  # FSDP shards no scalars
             )
 
         def set_input_tensor(self, input_tensor: Any) -> None:
@@ -177,8 +177,9 @@ def _wrap(config: Any, stage: Any, model: list[Any] | None, vp_stage: int) -> An
     wrapper, ddp_config = DistributedDataParallel, DistributedDataParallelConfig()
     if model:
         wrapper, ddp_config = type(model[0]), copy.copy(model[0].ddp_config)
-        ddp_config.overlap_grad_reduce = False
-        ddp_config.overlap_param_gather = False
+        if issubclass(wrapper, DistributedDataParallel):
+            ddp_config.overlap_grad_reduce = False
+            ddp_config.overlap_param_gather = False
     return wrapper(
         config=config, ddp_config=ddp_config, module=stage, disable_bucketing=vp_stage > 0
     )
@@ -191,13 +192,16 @@ def _gradient(chunk: Any, groups: ParallelGroups) -> float:
     ranks have it, and NaN is returned if they differ.
     """
     [parameter] = chunk.parameters()
-    gradient = parameter.main_grad.detach().double().reshape(1).clone()
+    # DDP empties `grad` into `main_grad`; FSDP wrappers leave it, as a sharded DTensor.
+    found = parameter.main_grad if parameter.grad is None else parameter.grad
+    found = found.full_tensor() if hasattr(found, "full_tensor") else found
+    gradient = found.detach().double().reshape(1).clone()
     if groups.dp_cp_size == 1:
         return gradient.item()
     gathered = [torch.empty_like(gradient) for _ in range(groups.dp_cp_size)]
     dist.all_gather(gathered, gradient, group=groups.dp_cp)
     values = [value.item() for value in gathered]
-    if chunk.ddp_config.use_distributed_optimizer:
+    if chunk.ddp_config.use_distributed_optimizer and parameter.grad is None:
         return values[0]
     return values[0] if all(value == values[0] for value in values) else float("nan")
 

@@ -248,6 +248,7 @@ class _Shim:
                 self._replace(sys.modules[module_name], "_lazy_call", lambda call, **kwargs: None)
         self._mode = _CudaLandsOnCpu()
         self._cover_backward(torch.autograd)
+        self._cover_device_meshes()
         self._mode.__enter__()
 
     def _replace(self, module: Any, name: str, stand_in: Any) -> None:
@@ -265,6 +266,25 @@ class _Shim:
                 return run_backward(*args, **kwargs)
 
         self._replace(autograd, "_engine_run_backward", run_with_mode)
+
+    def _cover_device_meshes(self) -> None:
+        # Megatron's FSDP wrappers make meshes of "cuda" devices; that is no torch function.
+        if not torch.distributed.is_available():
+            return
+        mesh = torch.distributed.DeviceMesh
+        initialize, from_group = mesh.__init__, mesh.from_group
+
+        def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            initialize(self, "cpu" if _names_cuda(device_type) else device_type, *args, **kwargs)
+
+        def make(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+            device_type = "cpu" if _names_cuda(device_type) else device_type
+            return from_group(group, device_type, *args, **kwargs)
+
+        self._replaced.append((mesh, "from_group", vars(mesh)["from_group"]))
+        self._replaced.append((mesh, "__init__", initialize))
+        setattr(mesh, "from_group", staticmethod(make))  # noqa: B010 - mypy refuses assignments
+        setattr(mesh, "__init__", init)  # noqa: B010
 
     def remove(self) -> None:
         top = torch.overrides._get_current_function_mode()

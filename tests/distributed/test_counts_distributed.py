@@ -367,3 +367,28 @@ def test_report_that_fails_on_the_last_stage_raises_on_every_stage(rank_pool):
     )
     assert "report() failed on 1 last-stage rank(s)" in first
     assert "got a list of 1" in last
+
+
+def _settle(has_data):
+    from megatron_lossagg.deferred import DeferredPlan, sum_over_ranks
+    from megatron_lossagg.modes import ModeSpec
+    from megatron_lossagg.plan import WeightOptions
+
+    options = WeightOptions(ModeSpec("seq-mean-token-sum"), "weights", torch.float64, False, 7)
+    plan = DeferredPlan(options, 2)
+    for index, microbatch in enumerate(make_microbatches([3, 0 if dist.get_rank() else 5])):
+        plan.with_weights(microbatch, index)
+    plan = plan if has_data or dist.get_rank() == 0 else None
+    groups = data_parallel_groups()
+    message = message_of(sum_over_ranks, plan, groups)
+    if message is not None:
+        return message
+    counts = sum_over_ranks(plan, groups).wait()
+    return [int(counts.num_tokens), int(counts.num_valid_seqs), int(counts.num_seqs)]
+
+
+def test_deferred_counts_over_ranks(rank_pool):
+    """8 and 3 tokens: 11 on both; a rank that brings none makes all of them raise."""
+    assert rank_pool.run(_settle, True, world_size=2) == [[11, 3, 4]] * 2
+    for message in rank_pool.run(_settle, False, world_size=2):
+        assert message.startswith("denominators='deferred': 1 of 2 data-parallel ranks counted")
