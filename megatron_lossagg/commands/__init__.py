@@ -2,6 +2,7 @@
 
 import typer
 
+from megatron_lossagg.commands.doctor import doctor
 from megatron_lossagg.commands.modes import modes
 from megatron_lossagg.commands.verify import verify
 
@@ -12,4 +13,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(verify)
+app.command()(doctor)
 app.command()(modes)
