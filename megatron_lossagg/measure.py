@@ -122,6 +122,7 @@ def _private_config(model_config: Any) -> Any:
     finalize = getattr(config, "finalize_model_grads_func", None) or finalize_model_grads
     # Our own checks belong to the caller's step.
     config.finalize_model_grads_func = getattr(finalize, "finalize", finalize)
+    config.hybrid_context_parallel = False  # it takes its samples from a data loader of its own
     config.num_moe_experts = None
     config.mtp_num_layers = None
     config.timers = None

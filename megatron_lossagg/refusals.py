@@ -10,12 +10,17 @@ from megatron_lossagg.modes import ModeSpec, get_mode
 from megatron_lossagg.schedule_probe import num_tokens_are_summed_over_cp
 
 
-def refuse_unproved(model_config: Any, regime: str, groups: ParallelGroups) -> None:
-    """Raise LossAggError on a pairing of model, schedule and regime that is not exact."""
-    if getattr(model_config, "hybrid_context_parallel", False):
+def refuse_unproved(model_config: Any, regime: str, groups: ParallelGroups, local: bool) -> None:
+    """Raise LossAggError on a pairing of model, schedule and regime that is not exact.
+
+    `local` says whether token losses are those of the rank's own chunk.
+    """
+    if uses_hybrid_cp(model_config) and not (regime == "R3" and local):
         raise LossAggError(
-            "hybrid_context_parallel=True is not supported: its schedule regroups samples after "
-            "the plan was made. Turn it off, or use a fixed context-parallel size."
+            f"hybrid_context_parallel=True in regime {regime}: its schedule runs another number "
+            "of samples on every rank, each with its own context-parallel size, and (in some "
+            "releases) multiplies a two-value loss by a wrong number, 0. Set "
+            "calculate_per_token_loss=True, returns='auto' and cp_gradient='local'."
         )
     _refuse_mtp(model_config, regime)
     if regime == "R4":
@@ -118,6 +123,11 @@ def _is_megatron_fsdp(chunk: Any) -> bool:
         and cls.__module__.startswith("megatron")
         for cls in type(chunk).__mro__
     )
+
+
+def uses_hybrid_cp(model_config: Any) -> bool:
+    """Whether each sample has its own context-parallel size, chosen after the batch is known."""
+    return bool(getattr(model_config, "hybrid_context_parallel", False))
 
 
 def uses_full_iteration_cuda_graph(model_config: Any) -> bool:

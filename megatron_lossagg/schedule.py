@@ -76,7 +76,7 @@ class ScheduleContract:
         check_options(returns=returns, cp_gradient=cp_gradient)
         check_model_config(model_config)
         regime = _regime(returns, bool(model_config.calculate_per_token_loss))
-        refuse_unproved(model_config, regime, groups)
+        refuse_unproved(model_config, regime, groups, cp_gradient == "local")
         check_p2p_order(model_config, groups)
         multiplies_by_cp = True
         if regime == "R2" and groups.cp_size > 1:

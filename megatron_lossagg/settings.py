@@ -13,7 +13,11 @@ from megatron_lossagg.deferred import is_megatrons_own
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.plan import WeightOptions, check_weights_key
-from megatron_lossagg.refusals import refuse_deferred, uses_full_iteration_cuda_graph
+from megatron_lossagg.refusals import (
+    refuse_deferred,
+    uses_full_iteration_cuda_graph,
+    uses_hybrid_cp,
+)
 from megatron_lossagg.schedule import ScheduleContract, check_model_config, check_options
 from megatron_lossagg.step import LossFn, StepContext
 from megatron_lossagg.weights import check_weight_dtype
@@ -73,6 +77,7 @@ class Settings:
     def step_context(self) -> StepContext:
         """Groups and regime for a step: neither is remembered, so neither can be stale."""
         contract = self.current_contract()
+        replayed = uses_full_iteration_cuda_graph(self.model_config)
         if self.is_deferred:
             refuse_deferred(
                 self.model_config,
@@ -85,7 +90,10 @@ class Settings:
             contract=contract,
             groups=self.current_groups(),
             weights_key=self.weights_key,
-            counts_loss_calls=not uses_full_iteration_cuda_graph(self.model_config),
+            # A replayed CUDA graph does not enter Python; hybrid context parallelism calls once per
+            # sample that it assigned to this rank.
+            counts_loss_calls=not (replayed or uses_hybrid_cp(self.model_config)),
+            sees_weights=not replayed,
             divides_later=self.divides_later(contract),
         )
 

@@ -37,7 +37,8 @@ class StepContext:
         contract: the regime and its factors.
         groups: the process groups.
         weights_key: the field that carries the weights.
-        counts_loss_calls: False where a replayed CUDA graph does not enter Python.
+        counts_loss_calls: whether `loss_func` runs once per microbatch, in Python.
+        sees_weights: whether it runs in Python, so that the weights it saw can be summed.
         divides_later: the weights lack their global divisor: gradients and reports get it when
             gradients are finalized.
     """
@@ -47,6 +48,7 @@ class StepContext:
     groups: ParallelGroups
     weights_key: str
     counts_loss_calls: bool = True
+    sees_weights: bool = True
     divides_later: bool = False
 
 
@@ -240,7 +242,7 @@ class Step:
             context.contract,
             self.num_microbatches,
             loss_is_expected=loss_is_expected,
-            schedule_num_tokens=num_tokens if loss_is_expected else None,
+            schedule_num_tokens=num_tokens if context.sees_weights else None,
         )
         if self._plan is not None:
             problems += self._count_problems()
@@ -253,7 +255,7 @@ class Step:
             self._plan,
             context.contract,
             groups,
-            check_sum=context.counts_loss_calls,
+            check_sum=context.sees_weights,
         )
 
     def _count_problems(self) -> list[str]:
@@ -291,7 +293,7 @@ class Step:
             forward_data_store,
             ("loss",),
             self._context.groups,
-            num_reports=self.num_microbatches,
+            num_reports=self.num_microbatches if self._context.counts_loss_calls else None,
             evidence_of_tokens=self._evidence_of_tokens(),
             broadcast_over_pipeline=broadcast_over_pipeline,
         )

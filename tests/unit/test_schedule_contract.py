@@ -92,8 +92,16 @@ def test_R4_is_refused_for_losses_that_nothing_would_divide(size, hook):
 
 def test_configurations_that_are_not_supported_are_refused():
     """Hybrid context parallelism; multi-token prediction with the flag off."""
-    with pytest.raises(LossAggError, match="hybrid_context_parallel=True is not supported"):
-        ScheduleContract.detect(model_config(True, hybrid_context_parallel=True), ALONE)
+    hybrid = {"hybrid_context_parallel": True}
+    for per_token, options in (
+        (False, {}),
+        (False, {"returns": "loss_and_num_tokens"}),
+        (True, {"returns": "loss"}),
+        (True, {"cp_gradient": "gathered"}),
+    ):
+        with pytest.raises(LossAggError, match="hybrid_context_parallel=True in regime R"):
+            ScheduleContract.detect(model_config(per_token, **hybrid), ALONE, **options)
+    assert ScheduleContract.detect(model_config(True, **hybrid), ALONE).regime == "R3"
     with pytest.raises(LossAggError, match="mtp_num_layers with .*Set calculate_per_token_loss=T"):
         ScheduleContract.detect(model_config(False, mtp_num_layers=1), ALONE)
     for config in (
