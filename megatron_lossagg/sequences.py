@@ -104,12 +104,8 @@ class Sequences:
                 )
         num_slots = lengths_from.numel() - 1
         lengths = lengths_from.diff()
-        position = torch.arange(loss_mask.shape[1], device=loss_mask.device)
-        # The last sequence that starts at or before a token; empty ones never are the last.
-        sequence = torch.searchsorted(starts_from[1:].contiguous(), position, right=True)
-        sequence = sequence.clamp(max=num_slots - 1)
-        is_inside = position - starts_from[sequence] < lengths[sequence]
-        is_inside = (is_inside & (position < starts_from[-1])).unsqueeze(0)
+        sequence, is_inside = sequence_of_positions(starts_from, lengths, loss_mask.shape[1])
+        is_inside = is_inside.unsqueeze(0)
         num_bad = num_bad_mask_values(loss_mask) + ((loss_mask != 0) & ~is_inside).sum()
         if loss_mask.device.type == "cpu" and int(num_bad) > 0:
             raise ValueError(
@@ -170,6 +166,25 @@ def checked_cu_seqlens(cu_seqlens: Any, name: str, loss_mask: Tensor) -> Tensor:
                 f"{values[:8]}{'...' if len(values) > 8 else ''} up to {values[-1]}."
             )
     return cu_seqlens.to(loss_mask.device, torch.int64, non_blocking=True)
+
+
+def sequence_of_positions(starts: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Which sequence each token of a packed row belongs to, and whether it is inside of it.
+
+    Args:
+        starts: int64 [n + 1], where each sequence starts, and where the last one's padding ends.
+        lengths: int64 [n], without padding.
+        width: t, the tokens of the row.
+
+    Returns:
+        (int64 [t] in 0..n-1, bool [t]: not padding).
+    """
+    position = torch.arange(width, device=starts.device)
+    # The last sequence that starts at or before a token; empty ones never are the last.
+    sequence = torch.searchsorted(starts[1:].contiguous(), position, right=True)
+    sequence = sequence.clamp(max=lengths.numel() - 1)
+    is_inside = position - starts[sequence] < lengths[sequence]
+    return sequence, is_inside & (position < starts[-1])
 
 
 def num_bad_mask_values(loss_mask: Tensor) -> Tensor:
