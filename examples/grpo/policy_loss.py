@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_lossagg import token_losses
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,6 @@ class TokenLosses:
     gain: Tensor
 
 
-def k3(log_ratio: Tensor) -> Tensor:
-    """exp(x) - x - 1 with x = log q - log p: an unbiased, non-negative estimate of KL(p || q).
-
-    Unbiased for tokens drawn from p. Source: J. Schulman, Approximating KL divergence, 2020.
-    """
-    return log_ratio.exp() - log_ratio - 1
-
-
 def ppo_clip_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -46,8 +41,7 @@ def ppo_clip_loss(
 ) -> TokenLosses:
     """max(-A * rho, -A * clip(rho, 1 - clip_low, 1 + clip_high)) + kl_coef * k3, rho = p / p_old.
 
-    Inputs are replaced by 0 outside the mask before anything is exponentiated: a NaN or an inf
-    there reaches neither a value nor, as 0 * NaN, a gradient.
+    A NaN or an inf outside the mask reaches neither a value nor a gradient.
 
     Args:
         log_probs: [b, s], of the policy that is trained, in nats.
@@ -67,21 +61,19 @@ def ppo_clip_loss(
             "log-probabilities, or kl_coef=0."
         )
 
-    def masked(x: Tensor) -> Tensor:
-        return torch.where(mask, x.float(), torch.zeros((), device=x.device))
-
-    log_probs, advantages = masked(log_probs), masked(advantages)
-    log_ratio = log_probs - masked(old_log_probs)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(unclipped, clipped)
+    arguments = old_log_probs, advantages, mask
+    policy = token_losses.ppo_clip(log_probs, *arguments, clip_low=clip_low, clip_high=clip_high)
+    loss = policy
     if kl_coef:
-        assert ref_log_probs is not None
-        loss = loss + kl_coef * k3(masked(ref_log_probs) - log_probs)
+        loss = policy + kl_coef * token_losses.kl_penalty(log_probs, ref_log_probs, mask)
     with torch.no_grad():
-        is_clipped = (clipped > unclipped).float()
-        # The tokens were drawn from the old policy: KL(old || new), so q is the new one.
-        kl_to_old = k3(log_ratio)
-        gain = advantages * log_ratio
-    return TokenLosses(loss=loss, is_clipped=is_clipped, kl_to_old=kl_to_old, gain=gain)
+        unclipped = token_losses.ppo_clip(
+            log_probs, *arguments, clip_low=math.inf, clip_high=math.inf
+        )
+        # The tokens were drawn from the old policy: KL(old || new).
+        kl_to_old = token_losses.kl_penalty(old_log_probs, log_probs, mask)
+        log_ratio = (log_probs - old_log_probs).masked_fill(~mask, 0)
+        gain = -token_losses.policy_gradient(log_ratio, advantages, mask)
+    return TokenLosses(
+        loss=loss, is_clipped=(policy > unclipped).float(), kl_to_old=kl_to_old, gain=gain
+    )
