@@ -17,6 +17,8 @@ warnings.simplefilter("ignore")
 import torch
 before = set(sys.modules)
 import megatron_lossagg
+assert "megatron_lossagg.token_losses" not in sys.modules
+from megatron_lossagg import token_losses
 new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
 others = new - set(sys.stdlib_module_names) - {{"megatron_lossagg", "torch"}}
 assert not others, others
