@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_lossagg.token_losses.masking import check_option, select_valid, zero_where_masked
@@ -63,10 +62,9 @@ def truncated_importance_weights(
         {},
         constants={"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs},
     )
-    with torch.no_grad():
-        log_ratio = old_log_probs - rollout_log_probs
-        if level == "sequence":
-            sequences = TokensOfSequences.of(valid, sequence_ids, num_sequences, cp_group)
-            [total] = sequences.sums(log_ratio)
-            log_ratio = sequences.spread(total)
-        return zero_where_masked(log_ratio.exp().clamp(max=cap), valid)
+    log_ratio = old_log_probs - rollout_log_probs
+    if level == "sequence":
+        sequences = TokensOfSequences.of(valid, sequence_ids, num_sequences, cp_group)
+        [total] = sequences.sums(log_ratio)
+        log_ratio = sequences.spread(total)
+    return zero_where_masked(log_ratio.exp().clamp(max=cap), valid)

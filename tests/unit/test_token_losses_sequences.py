@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_lossagg import token_losses
 from megatron_lossagg.token_losses import sequence_ids_of
+from megatron_lossagg.token_losses.sequence_stats import TokensOfSequences
 
 F64 = torch.float64
 
@@ -155,6 +156,16 @@ def test_sequence_ids_of_padded_and_repeated_boundaries():
     assert ids.tolist() == [[0, 0, 0, -1, 1, -1, 3, 3, -1, -1]]
     assert sequence_ids_of(cu_seqlens[None], 6).tolist() == [[0, 0, 0, 1, 3, 3]]
     assert sequence_ids_of(cu_seqlens.to("meta"), 10).shape == (1, 10)
+
+
+def test_statistics_are_finite_where_nothing_is_valid():
+    """A sequence without tokens has mean 0; padding gets 0, a valid token without sequence NaN."""
+    valid = torch.tensor([[True, True, False, True]])
+    sequences = TokensOfSequences(valid, torch.tensor([0, 0, 2, 2]), 2, None)
+    mean = sequences.mean(torch.tensor([[1.0, 4.0, 0.0, 8.0]]))
+    assert mean.tolist() == [2.5, 0.0]
+    spread = sequences.spread(mean)[0]
+    assert spread[:3].tolist() == [2.5, 2.5, 0.0] and spread[3].isnan()
 
 
 def test_gspo_has_the_gradient_of_the_paper():
