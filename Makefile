@@ -25,9 +25,10 @@ test:  ## run the tests
 	$(SETUP) test
 	$(PY) -m pytest $(ARGS)
 
-conformance:  ## run the long matrix of layouts, which `make test` leaves out
+conformance:  ## run the long matrix of layouts and Megatron-Core releases; writes docs/releases.md
 	$(SETUP) test
-	$(PY) -m pytest -m conformance $(ARGS)
+	$(PY) tools/fetch_releases.py
+	$(PY) -m pytest -m conformance --releases-table docs/releases.md $(ARGS)
 
 verify:  ## check the loss on the installed Megatron-Core
 	$(SETUP) run
@@ -42,6 +43,6 @@ types:  ## check types
 	$(SETUP) dev
 	$(PY) -m mypy
 
-clean:  ## remove .venv, build outputs and caches; keeps runs/
-	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean:  ## remove .venv, .releases, build outputs and caches; keeps runs/
+	rm -rf .venv .releases build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

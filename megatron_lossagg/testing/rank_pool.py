@@ -72,18 +72,36 @@ class RankPool:
     After a failure the ranks are reset, or replaced, when the next call comes.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float = 120.0):
+    def __init__(
+        self,
+        num_ranks: int,
+        timeout_s: float = 120.0,
+        *,
+        megatron_core: str | os.PathLike[str] | None = None,
+    ):
         """Check the arguments; processes start on `start`, `with` or the first `run`.
 
         Args:
             num_ranks: number of processes, at least 1.
             timeout_s: seconds a call may take, unless `run` is given another limit.
+            megatron_core: a folder with `megatron/core` in it (an unpacked wheel, see
+                `releases.fetch`), from which the ranks import Megatron-Core; a call fails if they
+                got it from elsewhere. None takes the installed one. The process that makes the pool
+                is not affected.
         """
         if not isinstance(num_ranks, int) or num_ranks < 1:
             raise ValueError(f"RankPool: num_ranks must be an int of at least 1, got {num_ranks!r}")
         if timeout_s <= 0:
             raise ValueError(f"RankPool: timeout_s must be positive, got {timeout_s!r}")
+        if megatron_core is not None and not os.path.isdir(
+            os.path.join(megatron_core, "megatron", "core")
+        ):
+            raise ValueError(
+                "RankPool: megatron_core must be a folder with megatron/core in it, got "
+                f"{os.fspath(megatron_core)!r}"
+            )
         self.num_ranks = num_ranks
+        self._megatron_core = None if megatron_core is None else os.path.abspath(megatron_core)
         self.timeout_s = timeout_s
         self._lock = threading.RLock()
         self._ranks: list[RankProcess] = []
@@ -114,7 +132,7 @@ class RankPool:
                 atexit.register(self.close)
             self._is_ready = self._needs_reset = False
             self._groups.clear()
-            with environment_of_ranks():
+            with environment_of_ranks(self._sys_path()):
                 self._ranks = [RankProcess(rank, self._folder) for rank in range(self.num_ranks)]
 
     def close(self) -> None:
@@ -172,7 +190,8 @@ class RankPool:
         with self._lock:
             try:
                 self._make_ready()
-                call = Call(self._group_of(world_size), list(sys.path), pickled_call)
+                group = self._group_of(world_size)
+                call = Call(group, self._sys_path(), pickled_call, self._megatron_core)
                 for rank in self._ranks[:world_size]:
                     rank.send(call)
                 limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -182,6 +201,10 @@ class RankPool:
             except BaseException:  # Ctrl-C included: nobody knows what the ranks are doing now
                 self._end_ranks()
                 raise
+
+    def _sys_path(self) -> list[str]:
+        """That of the ranks: this process's, behind the folder of the chosen Megatron-Core."""
+        return list(sys.path) if self._megatron_core is None else [self._megatron_core, *sys.path]
 
     def _make_ready(self) -> None:
         if self._needs_reset and not self._answers(RESET_DONE, RESET, _RESET_TIMEOUT_S):

@@ -102,8 +102,12 @@ def current_stacks(ranks: list[RankProcess]) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def environment_of_ranks() -> Iterator[None]:
-    """What a spawned process inherits: no GPU, one thread, loopback, and Ctrl-C ignored."""
+def environment_of_ranks(path: list[str]) -> Iterator[None]:
+    """What a spawned process inherits: no GPU, one thread, loopback, Ctrl-C ignored, `sys.path`.
+
+    Args:
+        path: its `sys.path`, from before it imports the script that made the pool.
+    """
     main = sys.modules["__main__"]
     main_file = getattr(main, "__file__", None)
     # A script from standard input has a file name that ranks cannot import.
@@ -119,6 +123,8 @@ def environment_of_ranks() -> Iterator[None]:
         **({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}),
     }
     saved = {key: os.environ.get(key) for key in wanted}
+    saved_path = list(sys.path)
+    sys.path[:] = path
     if hides_main:
         del main.__file__
     os.environ.update(wanted)
@@ -127,6 +133,7 @@ def environment_of_ranks() -> Iterator[None]:
     try:
         yield
     finally:
+        sys.path[:] = saved_path
         if hides_main:
             main.__file__ = main_file
         if in_main_thread:

@@ -1,12 +1,14 @@
 """What runs in each process of a `RankPool`: wait for a call, join its group, run it, answer.
 
-Private to `rank_pool`. Nothing here imports Megatron: the function that is called does.
+Private to `rank_pool`. Megatron is imported by the function that is called. Only if the pool was
+told which Megatron-Core it must be, that one is imported, and looked at, before each call.
 """
 
 from __future__ import annotations
 
 import datetime
 import faulthandler
+import io
 import os
 import pickle
 import signal
@@ -59,11 +61,19 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """One function call, sent to every rank that takes part."""
+    """One function call, sent to every rank that takes part.
+
+    Attributes:
+        group: the default group to be in.
+        sys_path: what `sys.path` is set to.
+        pickled_call: (function, args, kwargs).
+        megatron_core: the folder from which `megatron.core` must come; None leaves it open.
+    """
 
     group: GroupSpec
     sys_path: list[str]
     pickled_call: bytes
+    megatron_core: str | None = None
 
 
 @dataclass(frozen=True)
@@ -159,10 +169,12 @@ def _join_group(rank: int, group: GroupSpec) -> None:
 def _run(call: Call) -> bytes:
     # pytest adds a test's folder to sys.path after the pool has started.
     sys.path[:] = call.sys_path
+    if call.megatron_core is not None:
+        _import_megatron_core(call.megatron_core)
     fn, args, kwargs = pickle.loads(call.pickled_call)
     result = fn(*args, **kwargs)
     try:
-        return pickle.dumps(result)
+        return _pickled(result)
     except Exception as error:
         raise TypeError(
             f"{getattr(fn, '__qualname__', fn)} returned a {type(result).__name__} that cannot be "
@@ -170,10 +182,46 @@ def _run(call: Call) -> bytes:
         ) from error
 
 
+class _Pickler(pickle.Pickler):
+    """Pickles tensors so that torch alone can read them.
+
+    megatron-core from 0.17 on puts a loader of its own in place of torch's. The parent would have
+    to import Megatron-Core to read what is pickled then, and may have another release.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)):
+            return load_storage, obj.__reduce__()[1]
+        return NotImplemented
+
+
+def load_storage(content: bytes) -> Any:
+    """Read what `torch.save` made of a tensor's storage; as in torch, only from a rank of ours."""
+    return torch.load(io.BytesIO(content), weights_only=False)
+
+
+def _pickled(value: Any) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream).dump(value)
+    return stream.getvalue()
+
+
+def _import_megatron_core(folder: str) -> None:
+    """Import it; raise ImportError if it is another one, which a test would not notice."""
+    import megatron.core
+
+    found = os.path.dirname(str(megatron.core.__file__))
+    if not os.path.samefile(found, os.path.join(folder, "megatron", "core")):
+        raise ImportError(
+            f"this rank must import Megatron-Core from {folder}, but got {found}: something has "
+            "imported it before, or a package `megatron` with an __init__.py hides the folder"
+        )
+
+
 def _describe(error: BaseException) -> RankError:
     text = str(error)
     try:
-        pickled = pickle.dumps(error)
+        pickled = _pickled(error)
         pickle.loads(pickled)
     except Exception:
         pickled = b""

@@ -91,6 +91,9 @@ class CaseResult:
         return all(mode.passes(self.case.regime) for mode in self.modes)
 
 
+# GlobalBatch.assignment -> (loss, gradients) of every mode.
+References = dict[Any, list[tuple[float, dict[str, Tensor]]]]
+
 DEFAULT_LAYOUTS = tuple(
     (Layout.parse(text), data)
     for text, data in (
@@ -146,6 +149,7 @@ def run_cases(
     *,
     fault: str | None = None,
     gpt: TinyGPT | None = None,
+    references: References | None = None,
 ) -> Iterator[CaseResult]:
     """Run every mode of every case on the pool's ranks, yielding results as they come.
 
@@ -156,10 +160,12 @@ def run_cases(
         fault: a fault to plant in the plugin (see `faults`); its own checks are then left out, so
             that the comparison alone must find it.
         gpt: the model.
+        references: what the reference gave in an earlier call with these modes and this model, and
+            where this call adds its own; reading one costs less than regrouping the ranks.
     """
     modes = DEFAULT_MODES if modes is None else modes
     gpt = TinyGPT() if gpt is None else gpt
-    references: dict[Any, list[tuple[float, dict[str, Tensor]]]] = {}
+    references = {} if references is None else references
     for case in cases:
         batch = standard_batch(case.layout)
         if batch.assignment not in references:
