@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,11 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megatron_lossagg.commands.releases_table import chosen_releases, verify_releases
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.testing.aggregator_plan import PLANNINGS
 from megatron_lossagg.testing.faults import fault_names
 from megatron_lossagg.testing.layout import Layout
 from megatron_lossagg.testing.rank_pool import RankPool
+from megatron_lossagg.testing.release_matrix import MATRIX_LAYOUTS
 from megatron_lossagg.testing.verification import (
     ALL_REGIMES,
     DEFAULT_LAYOUTS,
@@ -68,6 +71,16 @@ def verify(
     timeout: Annotated[
         float, typer.Option(help="Seconds after which a rank counts as hung.")
     ] = 120,
+    releases: Annotated[
+        str | None,
+        typer.Option(
+            help="Releases of megatron-core to download and run on instead of the installed one, "
+            "such as '0.13.1,0.19.2', or 'all' (8). Default layouts are then 3."
+        ),
+    ] = None,
+    releases_dir: Annotated[
+        Path, typer.Option(help="Where downloaded releases are kept, and looked for.")
+    ] = Path(".releases"),
 ) -> None:
     """Prove on this machine that gradients and reported losses are those of the global batch.
 
@@ -77,8 +90,10 @@ def verify(
     is used. Exits with 1 if an error is above the bound, with 2 on wrong arguments.
     """
     try:
+        versions = [] if releases is None else chosen_releases(releases)
+        places = MATRIX_LAYOUTS if versions and layouts is None else _layouts(layouts)
         cases = default_cases(
-            _layouts(layouts), _choice(regimes, tuple(ALL_REGIMES)), _choice(planning, PLANNINGS)
+            places, _choice(regimes, tuple(ALL_REGIMES)), _choice(planning, PLANNINGS)
         )
         chosen = {label: DEFAULT_MODES[label] for label in _choice(modes, tuple(DEFAULT_MODES))}
     except ValueError as error:
@@ -87,13 +102,26 @@ def verify(
     os.environ.setdefault(
         "PYTHONWARNINGS", "ignore"
     )  # of the ranks: Megatron's, about its GPU paths
+    fault = None if plant is None else plant.value
+    if versions:
+        if not verify_releases(
+            versions,
+            releases_dir,
+            cases,
+            chosen,
+            fault=fault,
+            timeout_s=timeout,
+            as_json=as_json,
+        ):
+            raise typer.Exit(1)
+        return
     num_ranks = max(case.layout.world_size for case in cases)
     started = time.monotonic()
     results: list[CaseResult] = []
     failure: LossAggError | None = None
     try:
         with RankPool(num_ranks, timeout_s=timeout) as pool:
-            running = run_cases(pool, cases, chosen, fault=None if plant is None else plant.value)
+            running = run_cases(pool, cases, chosen, fault=fault)
             results.extend(_with_progress(running, len(cases), show=not as_json))
     except LossAggError as error:
         failure = error

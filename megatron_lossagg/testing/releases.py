@@ -25,8 +25,8 @@ from megatron_lossagg.testing.rank_pool import RankPool
 # Wheels are made for a few interpreters only. What the bench imports of them is Python, so that one
 # for another interpreter does as well.
 _OTHER_INTERPRETERS = ("3.12", "3.11")
-# What pip says if the index has no such package, or was not reached.
-_NOTHING_THERE = "from versions: none"
+# What pip says before it gives up to reach the index.
+_NOT_REACHED = "Retrying ("
 _LINUX = ("manylinux2014_x86_64", "manylinux_2_24_x86_64", "manylinux_2_28_x86_64", "any")
 
 
@@ -138,7 +138,8 @@ def imported_release() -> tuple[str, str]:
     """Version and file of the Megatron-Core that this process imports."""
     import megatron.core
 
-    return megatron.core.__version__, megatron.core.__file__
+    # From 0.18 on it appends the commit of the git repository in which it lies, whatever that is.
+    return megatron.core.__version__.split("+")[0], megatron.core.__file__
 
 
 def _fetch_wheel(
@@ -174,13 +175,13 @@ def _download(requirement: str, folder: Path, other_interpreters: tuple[str, ...
         if done.returncode == 0:
             [wheel] = folder.glob("*.whl")
             return wheel
-        if _NOTHING_THERE in done.stderr:
-            break  # and it will not be there for other interpreters
+        if _NOT_REACHED in done.stderr:
+            break
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
     # pip lists all the versions that there are.
-    reason = "\n".join(line.split(" (from versions:")[0] for line in errors) or done.stderr[-500:]
-    if _NOTHING_THERE in done.stderr:
-        reason = "The index that pip is configured for has no such package, or was not reached."
+    reason = " ".join(line.split(" (from versions:")[0] for line in errors) or done.stderr[-500:]
+    if _NOT_REACHED in done.stderr:
+        reason = "the index that pip is configured for was not reached."
     raise FetchError(f"cannot download {requirement}: {reason} Tried: {' '.join(command)}")
 
 
