@@ -8,6 +8,7 @@ from megatron_lossagg.cp_slicing import slice_for_cp
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.schedule import ScheduleContract
+from megatron_lossagg.terms import LossTerm
 from megatron_lossagg.weights import token_weights
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __all__ = [
     "LossAggConfig",
     "LossAggError",
     "LossAggregator",
+    "LossTerm",
     "ParallelGroups",
     "ScheduleContract",
     "agg_loss",

@@ -16,11 +16,13 @@ from megatron_lossagg.finalizer import Finalizer
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.measure import Measurement
 from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.objective import LossFn, make_objective
 from megatron_lossagg.plan import Microbatch, WeightPlan
 from megatron_lossagg.schedule import ScheduleContract
 from megatron_lossagg.settings import Settings
-from megatron_lossagg.step import LossFn, Step
+from megatron_lossagg.step import Step, StepContext
 from megatron_lossagg.stream import WrappedStream, resolve_num_microbatches
+from megatron_lossagg.terms import LossTerm, TermFn
 
 
 class LossAggregator:
@@ -32,8 +34,13 @@ class LossAggregator:
 
     Args:
         loss_fn: (output_tensor, microbatch) -> the loss of every token, of the shape of that
-            microbatch's mask, floating point, not reduced.
-        loss_agg_mode: one of `modes.mode_names()`.
+            microbatch's mask, floating point, not reduced; with `metrics` (losses, {name: values}).
+            With `terms` it may be None, or prepare what all terms share (log-probabilities, say):
+            what it returns is the first argument of each term's own `loss_fn`.
+        loss_agg_mode: one of `modes.mode_names()`; not with `terms`, which have their own.
+        terms: the summands of the objective, see `LossTerm`.
+        metrics: name -> normaliser of the metrics that `loss_fn` returns, see `LossTerm`.
+        report_counts: add num_tokens, num_seqs, response_length and masked_fraction to the report.
         model_config: the model's `TransformerConfig`; `calculate_per_token_loss` selects the
             regime.
         groups: process groups; None reads Megatron's parallel state, at each step.
@@ -64,10 +71,13 @@ class LossAggregator:
 
     def __init__(
         self,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None = None,
         *,
-        loss_agg_mode: str,
+        loss_agg_mode: str | None = None,
         model_config: Any,
+        terms: Sequence[LossTerm] | None = None,
+        metrics: Mapping[str, str] | None = None,
+        report_counts: bool = False,
         groups: ParallelGroups | None = None,
         loss_scale_factor: float | None = None,
         norm_semantics: str = "sum",
@@ -81,8 +91,15 @@ class LossAggregator:
         denominators: str = "counted",
     ) -> None:
         self._settings = Settings(
-            loss_fn=loss_fn,
-            mode_spec=ModeSpec(loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count),
+            objective=make_objective(
+                loss_fn,
+                terms,
+                loss_agg_mode=loss_agg_mode,
+                loss_scale_factor=loss_scale_factor,
+                norm_semantics=norm_semantics,
+                sequence_count=sequence_count,
+                metrics=metrics,
+            ),
             model_config=model_config,
             groups=groups,
             cp_gradient=cp_gradient,
@@ -92,23 +109,42 @@ class LossAggregator:
             masks_are_cp_sliced=masks_are_cp_sliced,
             contract=contract,
             denominators=denominators,
+            reports_counts=report_counts,
         )
         self._must_measure = contract == "measure"
+        self._iteration: Callable[[], int] | None = None
         self._stream = WrappedStream()
         self._finalizer = Finalizer(self._settings, self._stream)
 
     @classmethod
     def from_config(
         cls,
-        loss_fn: LossFn,
+        loss_fn: LossFn | Mapping[str, TermFn],
         loss_agg_config: LossAggConfig,
         model_config: Any,
         *,
         groups: ParallelGroups | None = None,
+        prepare: LossFn | None = None,
+        metrics: Mapping[str, str] | None = None,
     ) -> LossAggregator:
-        """Build one from a `LossAggConfig` (a YAML file, say) and the model's config."""
+        """Build one from a `LossAggConfig` (a YAML file, say) and the model's config.
+
+        Args:
+            loss_fn: of the constructor; with terms a mapping from the name of each to its function.
+            loss_agg_config: the options.
+            model_config: the model's `TransformerConfig`.
+            groups: of the constructor.
+            prepare: with terms, what the constructor calls `loss_fn`: made once for all of them.
+            metrics: of the constructor, without terms.
+        """
+        terms = loss_agg_config.loss_terms(loss_fn) if loss_agg_config.terms else None
+        if terms is None and prepare is not None:
+            raise ValueError("prepare is for terms; without them do its work in loss_fn.")
+        only: Any = loss_fn if terms is None else prepare
         return cls(
-            loss_fn,
+            only,
+            terms=terms,
+            metrics=metrics,
             model_config=model_config,
             groups=groups,
             **loss_agg_config.aggregator_arguments(),
@@ -119,8 +155,9 @@ class LossAggregator:
         microbatches: Sequence[Microbatch] | None = None,
         *,
         num_microbatches: int | None = None,
-        counts: GlobalCounts | None = None,
+        counts: GlobalCounts | Mapping[str, GlobalCounts] | None = None,
         num_units: int | None = None,
+        iteration: int | None = None,
     ) -> Step:
         """Plan a step: starts one all-reduce of 256 bytes over the data-parallel group.
 
@@ -137,7 +174,9 @@ class LossAggregator:
             num_microbatches: M, needed without microbatches.
             num_units: U, the units of the global batch, in modes with units (`unit_ids` in each
                 microbatch); then a second all-reduce of 16 * U bytes runs.
-            counts: counts of the global batch, if the caller already knows them.
+            counts: counts of the global batch, if the caller already knows them; with several
+                masks a mapping from mask_key to counts.
+            iteration: the step's number, where a term's coefficient is a schedule.
 
         Raises:
             ValueError, TypeError: microbatches that cannot be counted.
@@ -151,10 +190,9 @@ class LossAggregator:
                 "denominators='counted'."
             )
         self._measure_once()
-        context = self._settings.step_context()
+        context = self._settings.step_context(iteration)
         self.install_finalize_hook()
-        if counts is not None and not isinstance(counts, GlobalCounts):
-            raise TypeError(f"counts must be a GlobalCounts, got {type(counts).__name__}.")
+        given = self._settings.given_counts(counts)
         if microbatches is None:
             groups = context.groups
             if num_microbatches is None:
@@ -168,7 +206,7 @@ class LossAggregator:
                     "counted. Give this rank its microbatches; one without sequences passes "
                     "microbatches whose masks are all 0."
                 )
-            return Step(context, None, resolve_num_microbatches(num_microbatches), counts)
+            return Step(context, None, resolve_num_microbatches(num_microbatches), given)
         if not isinstance(microbatches, Sequence) or isinstance(microbatches, str | bytes):
             raise TypeError(
                 f"begin_step expects a list of microbatches, got {type(microbatches).__name__}. "
@@ -187,7 +225,7 @@ class LossAggregator:
                 f"{num_microbatches}; leave num_microbatches out or make them equal."
             )
         options = self._settings.weight_options(context.contract)
-        plan = WeightPlan(microbatches, options, context.groups, counts, num_units)
+        plan = WeightPlan(microbatches, options, context.groups, given, num_units)
         return Step(context, plan, len(microbatches))
 
     def wrap(
@@ -196,6 +234,7 @@ class LossAggregator:
         *,
         num_microbatches: int | Callable[[], int],
         num_units: int | Callable[[], int] | None = None,
+        iteration: Callable[[], int] | None = None,
     ) -> Iterator[dict[str, Any]] | list[Any] | None:
         """Wrap a trainer's iterator: one all-reduce over dp at the first `next` of a step.
 
@@ -210,6 +249,7 @@ class LossAggregator:
                 yield the same sequence, or are one object), or None on a rank without data.
             num_microbatches: what the schedule is called with, or a function that gives it.
             num_units: as in `begin_step`, or a function that gives it.
+            iteration: a function that gives the step's number, where a coefficient is a schedule.
 
         Returns:
             The wrapped iterator; None for None; a list for a list.
@@ -218,6 +258,8 @@ class LossAggregator:
         if not callable(num_microbatches):
             resolve_num_microbatches(num_microbatches)
 
+        if iteration is not None:
+            self._iteration = iteration
         if self._settings.is_deferred:
             self.install_finalize_hook()
             return self._stream.wrap(
@@ -242,7 +284,7 @@ class LossAggregator:
         Raises:
             LossAggError: nothing was planned: `wrap` was not called on this rank.
         """
-        step = self._stream.step_for_loss(lambda m: Step(self._settings.step_context(), None, m))
+        step = self._stream.step_for_loss(lambda m: Step(self._step_context(), None, m))
         self.install_finalize_hook()
         return step.loss_func(microbatch, output_tensor, non_loss_data)
 
@@ -278,8 +320,8 @@ class LossAggregator:
 
     @property
     def mode_spec(self) -> ModeSpec:
-        """The mode and its options."""
-        return self._settings.mode_spec
+        """The mode of the main mask, and its options."""
+        return self._settings.main_spec
 
     @property
     def model_config(self) -> Any:
@@ -303,15 +345,19 @@ class LossAggregator:
     def _plan_wrapped_step(
         self, microbatches: Sequence[Microbatch], num_units: int | None
     ) -> tuple[Step, WeightPlan]:
-        context = self._settings.step_context()
+        context = self._step_context()
         self.install_finalize_hook()
         options = self._settings.weight_options(context.contract)
         plan = WeightPlan(microbatches, options, context.groups, num_units=num_units)
         return Step(context, plan, len(plan)), plan
 
+    def _step_context(self) -> StepContext:
+        """Of a wrapped step."""
+        return self._settings.step_context(self._iteration() if self._iteration else None)
+
     def _plan_deferred_step(
         self, microbatches: Sequence[Microbatch] | None, num_microbatches: int
     ) -> tuple[Step, DeferredPlan]:
-        context = self._settings.step_context()
+        context = self._step_context()
         plan = DeferredPlan(self._settings.weight_options(context.contract), num_microbatches)
         return Step(context, plan, num_microbatches), plan

@@ -10,6 +10,8 @@ from typing import Any
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.plan import check_weights_key
 from megatron_lossagg.schedule import check_options
+from megatron_lossagg.term_config import TermConfig
+from megatron_lossagg.terms import LossTerm
 from megatron_lossagg.weights import WEIGHT_DTYPES
 
 
@@ -17,8 +19,11 @@ from megatron_lossagg.weights import WEIGHT_DTYPES
 class LossAggConfig:
     """Options of `LossAggregator`, checked when built. Same names and meanings as its arguments."""
 
-    loss_agg_mode: str
-    """One of `modes.mode_names()`."""
+    loss_agg_mode: str | None = None
+    """One of `modes.mode_names()`; with `terms` each term has its own."""
+
+    terms: tuple[TermConfig, ...] = ()
+    """The summands of the objective; in YAML a list of mappings."""
 
     loss_scale_factor: float | None = None
     """L; required by `seq-mean-token-sum-norm`."""
@@ -50,11 +55,11 @@ class LossAggConfig:
     denominators: str = "counted"
     """"counted" or "deferred"."""
 
+    report_counts: bool = False
+    """Whether reports tell num_tokens, num_seqs, response_length and masked_fraction."""
+
     def __post_init__(self) -> None:
-        spec = ModeSpec(
-            self.loss_agg_mode, self.loss_scale_factor, self.norm_semantics, self.sequence_count
-        )
-        object.__setattr__(self, "loss_scale_factor", spec.loss_scale_factor)  # a plain float
+        self._check_mode_or_terms()
         check_options(
             returns=self.returns,
             cp_gradient=self.cp_gradient,
@@ -67,6 +72,20 @@ class LossAggConfig:
                 f"weight_dtype={self.weight_dtype!r} does not exist; expected one of "
                 f"{', '.join(WEIGHT_DTYPES)}."
             )
+
+    def _check_mode_or_terms(self) -> None:
+        if self.loss_agg_mode is not None:
+            if self.terms:
+                raise ValueError("Pass loss_agg_mode or terms, not both: each term has its mode.")
+            spec = ModeSpec(
+                self.loss_agg_mode, self.loss_scale_factor, self.norm_semantics, self.sequence_count
+            )
+            object.__setattr__(self, "loss_scale_factor", spec.loss_scale_factor)  # a plain float
+        elif not self.terms:
+            raise ValueError(
+                "LossAggConfig needs 'loss_agg_mode', for example 'token-mean', or 'terms'."
+            )
+        object.__setattr__(self, "terms", tuple(map(TermConfig.of, self.terms)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LossAggConfig:
@@ -82,8 +101,6 @@ class LossAggConfig:
                 f"Unknown LossAggConfig option(s) {', '.join(unknown)}; known ones: "
                 f"{', '.join(known)}."
             )
-        if "loss_agg_mode" not in values:
-            raise ValueError("LossAggConfig needs 'loss_agg_mode', for example 'token-mean'.")
         return cls(**values)
 
     @classmethod
@@ -108,7 +125,7 @@ class LossAggConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values."""
-        return asdict(self)
+        return asdict(self) | {"terms": [asdict(term) for term in self.terms]}
 
     def to_yaml(self, path: str | Path) -> None:
         """Write all options to a YAML file that `from_yaml` reads back. Needs PyYAML."""
@@ -117,5 +134,33 @@ class LossAggConfig:
         Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
 
     def aggregator_arguments(self) -> dict[str, Any]:
-        """The keyword arguments for `LossAggregator`."""
-        return self.to_dict() | {"weight_dtype": WEIGHT_DTYPES[self.weight_dtype]}
+        """The keyword arguments for `LossAggregator`, without terms: these need functions."""
+        values = self.to_dict() | {"weight_dtype": WEIGHT_DTYPES[self.weight_dtype]}
+        del values["terms"]
+        return values
+
+    @property
+    def main_spec(self) -> ModeSpec:
+        """The mode; with terms that of the first."""
+        options: Any = self.terms[0] if self.terms else self
+        return ModeSpec(
+            options.loss_agg_mode,
+            options.loss_scale_factor,
+            options.norm_semantics,
+            options.sequence_count,
+        )
+
+    def loss_terms(self, loss_fns: Any) -> list[LossTerm]:
+        """The terms with their functions, given as a mapping by name.
+
+        Raises:
+            ValueError: a term without a function, or a function without a term.
+        """
+        names = [term.name for term in self.terms]
+        if not isinstance(loss_fns, Mapping) or set(loss_fns) != set(names):
+            given = sorted(loss_fns) if isinstance(loss_fns, Mapping) else type(loss_fns).__name__
+            raise ValueError(
+                f"The terms are {', '.join(names)}, but loss_fns has {given}; pass a mapping with "
+                "one function per term."
+            )
+        return [term.with_loss_fn(loss_fns[term.name]) for term in self.terms]

@@ -20,7 +20,7 @@ from megatron_lossagg.units import LocalUnits
 # same collective and can find out. 32 int64 are 256 bytes.
 NUM_MASK_SLOTS = 8
 _RANKS, _FINGERPRINT, _FINGERPRINT_SQUARED, _MICROBATCHES = range(4)
-_BAD_MASK_VALUES, _BAD_UNIT_IDS = 4, 5
+_BAD_MASK_VALUES, _BAD_UNIT_IDS, _POSITIONS = 4, 5, 6
 _HEADER = 8
 VECTOR_LENGTH = _HEADER + 3 * NUM_MASK_SLOTS
 # fingerprint^2 summed over 2^14 ranks must stay below 2^63.
@@ -108,32 +108,48 @@ class LocalCounts:
     """What this rank's microbatches hold: kept so that masks are read once.
 
     Attributes:
-        sequences: the sequences of each microbatch.
-        units: their units, if the mode counts them.
+        sequences: for each distinct mask, the sequences of each microbatch.
+        units: for each distinct mask their units, None where no mode counts them.
         vector: the packed int64 [VECTOR_LENGTH] contribution of this rank.
     """
 
-    sequences: list[Sequences]
-    units: LocalUnits | None
+    sequences: list[list[Sequences]]
+    units: list[LocalUnits | None]
     vector: Tensor
 
 
 def count_local(
-    sequences: list[Sequences], units: LocalUnits | None = None, fingerprint: int = 0
+    sequences: list[list[Sequences]],
+    units: list[LocalUnits | None] | None = None,
+    fingerprint: int = 0,
 ) -> LocalCounts:
-    """Count this rank's sequences. Does not communicate."""
-    num_tokens = torch.cat([s.num_tokens for s in sequences])
-    vector = torch.zeros(VECTOR_LENGTH, dtype=torch.int64, device=num_tokens.device)
+    """Count this rank's sequences: for each distinct mask, one per microbatch. No communication.
+
+    Raises:
+        ValueError: more distinct masks than the vector has room for.
+    """
+    if len(sequences) > NUM_MASK_SLOTS:
+        raise ValueError(
+            f"{len(sequences)} distinct masks are counted, at most {NUM_MASK_SLOTS} can be: let "
+            "terms share a mask_key."
+        )
+    units = [None] * len(sequences) if units is None else units
+    vector = torch.zeros(VECTOR_LENGTH, dtype=torch.int64, device=sequences[0][0].num_tokens.device)
     vector[_RANKS] = 1
     vector[_FINGERPRINT] = fingerprint
     vector[_FINGERPRINT_SQUARED] = fingerprint**2
-    vector[_MICROBATCHES] = len(sequences)
-    vector[_BAD_MASK_VALUES] = torch.stack([s.num_bad_values for s in sequences]).sum()
-    if units is not None:
-        vector[_BAD_UNIT_IDS] = units.num_bad_ids
-    vector[_HEADER] = num_tokens.sum()
-    vector[_HEADER + 1] = (num_tokens > 0).sum()
-    vector[_HEADER + 2] = torch.stack([s.num_seqs for s in sequences]).sum()
+    vector[_MICROBATCHES] = len(sequences[0])
+    for slot, of_mask in enumerate(sequences):
+        num_tokens = torch.cat([s.num_tokens for s in of_mask])
+        vector[_BAD_MASK_VALUES] += torch.stack([s.num_bad_values for s in of_mask]).sum()
+        start = _HEADER + 3 * slot
+        vector[start] = num_tokens.sum()
+        vector[start + 1] = (num_tokens > 0).sum()
+        vector[start + 2] = torch.stack([s.num_seqs for s in of_mask]).sum()
+    vector[_POSITIONS] = sum(s.valid.numel() for s in sequences[0])
+    for of_units in units:
+        if of_units is not None:
+            vector[_BAD_UNIT_IDS] += of_units.num_bad_ids
     return LocalCounts(sequences, units, vector)
 
 
@@ -149,20 +165,28 @@ def sum_local(vectors: Sequence[Tensor], fingerprint: int) -> Tensor:
 class PendingCounts:
     """Counts whose all-reduce may still be running."""
 
-    def __init__(self, vector: Tensor, unit_counts: Tensor | None, works: list[Any]) -> None:
+    def __init__(
+        self, vector: Tensor, unit_counts: dict[int, Tensor] | None, works: list[Any]
+    ) -> None:
         self._vector = vector
-        self._unit_counts = unit_counts
+        self._unit_counts = unit_counts or {}
         self._works = works
 
-    def wait(self) -> GlobalCounts:
-        """The counts. Under NCCL this orders streams and does not block the host."""
+    def wait(self, slot: int = 0) -> GlobalCounts:
+        """The counts of a mask. Under NCCL this orders streams and does not block the host."""
         for work in self._works:
             work.wait()
         self._works = []
-        tokens, valid, nominal = self._vector[_HEADER : _HEADER + 3].unbind()
-        if self._unit_counts is None:
-            return GlobalCounts(tokens, valid, nominal)
-        return GlobalCounts(tokens, valid, nominal, *self._unit_counts.unbind())
+        start = _HEADER + 3 * slot
+        counts = self._vector[start : start + 3].unbind()
+        of_units = self._unit_counts.get(slot)
+        return GlobalCounts(*counts, *(() if of_units is None else of_units.unbind()))
+
+    @property
+    def num_positions(self) -> Tensor:
+        """Positions of the main masks, valid or not, int64 []."""
+        self.wait()
+        return self._vector[_POSITIONS]
 
     @property
     def num_ranks(self) -> int:
@@ -202,16 +226,19 @@ def start_reduction(local: LocalCounts, groups: ParallelGroups) -> PendingCounts
     device = communication_device(groups.dp, local.vector.device)
     vector = local.vector.to(device, copy=True)  # the local counts stay what they are
     works = [all_reduce_sum(vector, groups.dp, async_op=True)]
-    unit_counts = None
-    if local.units is not None:
-        unit_counts = local.units.counts.to(device, copy=True)
-        works.append(all_reduce_sum(unit_counts, groups.dp, async_op=True))
+    units = {slot: u.counts for slot, u in enumerate(local.units) if u is not None}
+    unit_counts = {}
+    if units:
+        stacked = torch.stack(list(units.values())).to(device)
+        works.append(all_reduce_sum(stacked, groups.dp, async_op=True))
+        unit_counts = dict(zip(units, stacked.unbind(), strict=True))
     return PendingCounts(vector, unit_counts, [work for work in works if work is not None])
 
 
-def check_given_counts(counts: GlobalCounts, local: LocalCounts) -> None:
+def check_given_counts(counts: GlobalCounts, local: LocalCounts, slot: int = 0) -> None:
     """Raise LossAggError if a caller's counts are below this rank's own. Waits for the device."""
-    held_here = local.vector[_HEADER : _HEADER + 3].tolist()
+    start = _HEADER + 3 * slot
+    held_here = local.vector[start : start + 3].tolist()
     for name, held in zip(("num_tokens", "num_valid_seqs", "num_seqs"), held_here, strict=True):
         given = int(getattr(counts, name))
         if given < held:
@@ -282,6 +309,6 @@ def count_global_batch(
     units = None
     if unit_ids is not None:
         units = LocalUnits.of(sequences, unit_ids, num_units)
-    pending = start_reduction(count_local(sequences, units), groups)
+    pending = start_reduction(count_local([sequences], [units]), groups)
     pending.check()
     return pending.wait()

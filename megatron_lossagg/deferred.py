@@ -46,6 +46,7 @@ class DeferredPlan:
 
     def __init__(self, options: WeightOptions, num_microbatches: int) -> None:
         self._options = options
+        [self._weighting] = options.weightings
         self._num_microbatches = num_microbatches
         self._vectors: list[Tensor] = []
         self._weights: list[Tensor] = []
@@ -58,18 +59,18 @@ class DeferredPlan:
         """A shallow copy with its weights u; counted the first time that `index` comes."""
         if index == len(self._weights):
             check_microbatch(microbatch, index, self._options)
-            sequences = Sequences.of_microbatch(microbatch)
-            self._vectors.append(count_local([sequences]).vector)
+            sequences = Sequences.of_microbatch(microbatch, self._weighting.mask_key)
+            self._vectors.append(count_local([[sequences]]).vector)
             self._weights.append(
                 weights_of_sequences(
                     sequences,
-                    self._options.spec,
+                    self._weighting.spec,
                     undivided_counts(),
                     weight_dtype=self._options.weight_dtype,
                 )
             )
         copy = without_counting_keys(microbatch)
-        copy[self._options.weights_key] = self._weights[index]
+        copy[self._options.weights_keys[0]] = self._weights[index]
         return copy
 
     def local_vector(self) -> Tensor:
@@ -95,13 +96,13 @@ class DeferredPlan:
         if self._pending is not None:
             self._pending.check()
 
-    def expected_weight_sum(self) -> Tensor | None:
-        """The mode's checksum times N; float64, shape []. None while the counts are not known."""
+    def expected_weight_sums(self) -> Tensor | None:
+        """The mode's checksum times N; float64, shape [1]. None while the counts are not known."""
         if self._pending is None:
             return None
-        divisor = self._options.spec.divisor(self.counts)
+        divisor = self._weighting.spec.divisor(self.counts)
         assert divisor is not None
-        return self._options.spec.checksum(self.counts) * divisor
+        return (self._weighting.spec.checksum(self.counts) * divisor).reshape(1)
 
 
 def is_megatrons_own(spec: ModeSpec, regime: str) -> bool:

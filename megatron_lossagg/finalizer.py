@@ -55,7 +55,7 @@ class Finalizer:
         plan = None if step is None else step.plan
         assert plan is None or isinstance(plan, DeferredPlan)
         pending = sum_over_ranks(plan, self._settings.current_groups())
-        factor = gradient_factor(self._settings.mode_spec, regime, pending.wait())
+        factor = gradient_factor(self._settings.main_spec, regime, pending.wait())
         for chunk in chunks:
             chunk.scale_gradients(factor)
         if plan is not None:

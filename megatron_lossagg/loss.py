@@ -56,11 +56,14 @@ def weights_of(microbatch: Mapping[str, Any], weights_key: str) -> Tensor:
     return weights
 
 
-def check_token_losses(losses: Any, weights: Tensor) -> None:
-    """Raise unless `losses` holds one floating-point value per token. Looks at no value."""
+def check_token_losses(losses: Any, weights: Tensor, where: str = "") -> None:
+    """Raise unless `losses` holds one floating-point value per token. Looks at no value.
+
+    `where` names the term or metric in the message.
+    """
     if not isinstance(losses, Tensor):
         raise TypeError(
-            f"loss_fn must return a tensor of per-token losses, got {type(losses).__name__}."
+            f"loss_fn{where} must return a tensor of per-token losses, got {type(losses).__name__}."
         )
     if losses.shape != weights.shape:
         hint = (
@@ -71,8 +74,8 @@ def check_token_losses(losses: Any, weights: Tensor) -> None:
             "slice_for_cp; otherwise check the mask's width."
         )
         raise ValueError(
-            f"loss_fn returned losses of shape {tuple(losses.shape)}, but the microbatch's weights "
-            f"(its mask) have shape {tuple(weights.shape)}. {hint}"
+            f"loss_fn{where} returned losses of shape {tuple(losses.shape)}, but the microbatch's "
+            f"weights (its mask) have shape {tuple(weights.shape)}. {hint}"
         )
     if not losses.is_floating_point():
-        raise TypeError(f"loss_fn must return floating-point losses, got {losses.dtype}.")
+        raise TypeError(f"loss_fn{where} must return floating-point losses, got {losses.dtype}.")

@@ -10,6 +10,7 @@ and L the `loss_scale_factor`. Every mode is a weight per valid token,
     seq-mean-token-mean                         w = 1 / (B * n_s)    sum of w = B_valid / B
     seq-mean-token-sum-norm, "sum"              w = 1 / L            sum of w = T / L
     seq-mean-token-sum-norm, "seq-mean"         w = 1 / (B * L)      sum of w = T / (B * L)
+    unit-mean-token-sum                         w = 1 / U                  sum of w = T / U
     unit-mean-token-mean                        w = 1 / (U * T_u)          sum of w = 1
     unit-mean-seq-mean-token-mean               w = 1 / (U * B_u * n_s)    sum of w = 1
 
@@ -95,10 +96,16 @@ def _norm_divisor_reciprocal(inputs: ModeInputs) -> Tensor:
     return reciprocal_or_zero(inputs.num_seqs) / inputs.loss_scale_factor
 
 
+def _number_of_units_reciprocal(inputs: ModeInputs) -> Tensor:
+    """1 / U."""
+    assert inputs.num_units is not None  # ModeSpec has checked it
+    return reciprocal_or_zero(inputs.num_units)
+
+
 def _unit_mean(inputs: ModeInputs, unit_count: Tensor | None) -> Tensor:
     """1 / (U * count of the sequence's unit), [n]."""
-    assert inputs.num_units is not None and unit_count is not None  # ModeSpec has checked it
-    return reciprocal_or_zero(inputs.num_units) * reciprocal_or_zero(unit_count)
+    assert unit_count is not None
+    return _number_of_units_reciprocal(inputs) * reciprocal_or_zero(unit_count)
 
 
 _MODES = {
@@ -135,6 +142,12 @@ _MODES = {
             divisor=lambda c: (
                 torch.ones_like(c.num_tokens) if c.norm_semantics == "sum" else c.num_seqs
             ),
+        ),
+        AggregationMode(
+            "unit-mean-token-sum",
+            lambda n_s, c: _number_of_units_reciprocal(c),
+            lambda c: c.num_tokens * _number_of_units_reciprocal(c),
+            needs_units=True,
         ),
         AggregationMode(
             "unit-mean-token-mean",
@@ -242,6 +255,9 @@ class ModeSpec:
             loss_scale_factor=self.loss_scale_factor,
             norm_semantics=self.norm_semantics,
         )
+        if counts.unit_num_tokens is not None:
+            num_units = (counts.unit_num_tokens > 0).sum().double()
+            inputs = replace(inputs, num_units=num_units)
         if unit_of_seq is None:
             return inputs
         if counts.unit_num_tokens is None or counts.unit_num_seqs is None:
@@ -251,7 +267,6 @@ class ModeSpec:
             )
         return replace(
             inputs,
-            num_units=(counts.unit_num_tokens > 0).sum().double(),
             unit_num_tokens=counts.unit_num_tokens[unit_of_seq].double(),
             unit_num_seqs=counts.unit_num_seqs[unit_of_seq].double(),
         )

@@ -18,8 +18,8 @@ from megatron_lossagg.counts import (
 )
 from megatron_lossagg.errors import LossAggError, keys_or_type
 from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communication_device
-from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.terms import Weighting
 from megatron_lossagg.units import LocalUnits
 from megatron_lossagg.weights import weights_of_sequences
 
@@ -45,20 +45,29 @@ class WeightOptions:
     """How weights are built and carried.
 
     Attributes:
-        spec: the mode and its options.
-        weights_key: the field of a microbatch that carries them.
+        weightings: the distinct modes and masks; the first belongs to the main mask.
+        weights_keys: for each of them the field of a microbatch that carries its weights.
         weight_dtype: their dtype.
-        times_num_tokens: carry T * w (regime R3) instead of w.
+        times_num_tokens: carry T * w (regime R3) instead of w, T of the main mask.
         fingerprint: a number that is equal on ranks configured alike.
         masks_are_cp_sliced: masks are this context-parallel rank's part already.
     """
 
-    spec: ModeSpec
-    weights_key: str
+    weightings: tuple[Weighting, ...]
+    weights_keys: tuple[str, ...]
     weight_dtype: torch.dtype
     times_num_tokens: bool
     fingerprint: int
     masks_are_cp_sliced: bool = False
+
+    @property
+    def mask_keys(self) -> tuple[str, ...]:
+        """The distinct masks, the main one first."""
+        return tuple(dict.fromkeys(w.mask_key for w in self.weightings))
+
+    def needs_units(self, mask_key: str) -> bool:
+        """Whether a mode counts the units of this mask."""
+        return any(w.spec.needs_units for w in self.weightings if w.mask_key == mask_key)
 
 
 class WeightPlan:
@@ -73,38 +82,56 @@ class WeightPlan:
         microbatches: Sequence[Microbatch],
         options: WeightOptions,
         groups: ParallelGroups,
-        counts: GlobalCounts | None = None,
+        counts: Mapping[str, GlobalCounts] | None = None,
         num_units: int | None = None,
     ) -> None:
-        self._options = options
         for index, microbatch in enumerate(microbatches):
             check_microbatch(microbatch, index, options)
+        self._options = options
         self._microbatches = list(microbatches)
-        sequences = [Sequences.of_microbatch(m) for m in self._microbatches]
+        self._slots = {mask_key: slot for slot, mask_key in enumerate(options.mask_keys)}
+        sequences = [
+            [Sequences.of_microbatch(m, mask_key) for m in self._microbatches]
+            for mask_key in self._slots
+        ]
         if options.masks_are_cp_sliced:
             sequences = _with_full_counts(sequences, groups)
-        units = None
-        if options.spec.needs_units:
-            units = LocalUnits.of(sequences, [m["unit_ids"] for m in self._microbatches], num_units)
+        units = [
+            LocalUnits.of(of_mask, [m["unit_ids"] for m in self._microbatches], num_units)
+            if options.needs_units(mask_key)
+            else None
+            for mask_key, of_mask in zip(self._slots, sequences, strict=True)
+        ]
         self._local = count_local(sequences, units, options.fingerprint)
         self._pending: PendingCounts | None = None
-        self._counts = counts
+        self._counts = {} if counts is None else dict(counts)
         if counts is None:
             self._pending = start_reduction(self._local, groups)
+        self._num_parts = groups.cp_size if options.masks_are_cp_sliced else 1
         # Weights are made where the counts are, so that counts never travel back to the host.
         self._device = communication_device(groups.dp, self._local.vector.device)
-        self._weights: list[Tensor | None] = [None] * len(self._microbatches)
+        self._weights: list[tuple[Tensor, ...] | None] = [None] * len(self._microbatches)
 
     def __len__(self) -> int:
         return len(self._microbatches)
 
     @property
     def counts(self) -> GlobalCounts:
-        """Counts of the global batch; waits for the all-reduce that the constructor started."""
-        if self._counts is None:
+        """Counts of the main mask; waits for the all-reduce that the constructor started."""
+        return self.counts_of(self._options.mask_keys[0])
+
+    def counts_of(self, mask_key: str) -> GlobalCounts:
+        """Counts of a mask over the global batch."""
+        if mask_key not in self._counts:
             assert self._pending is not None
-            self._counts = self._pending.wait()
-        return self._counts
+            self._counts[mask_key] = self._pending.wait(self._slots[mask_key])
+        return self._counts[mask_key]
+
+    def num_positions(self) -> Tensor:
+        """Positions of the main masks of the global batch; -1 where a driver gave the counts."""
+        if self._pending is None:
+            return torch.full_like(self.counts.num_tokens, -1)
+        return self._pending.num_positions * self._num_parts
 
     def check_counts(self) -> None:
         """Raise LossAggError if the counts cannot be right. Waits for the device.
@@ -113,29 +140,42 @@ class WeightPlan:
         """
         if self._pending is not None:
             self._pending.check()
-        else:
-            check_given_counts(self.counts, self._local)
+            return
+        for mask_key, slot in self._slots.items():
+            check_given_counts(self.counts_of(mask_key), self._local, slot)
 
-    def expected_weight_sum(self) -> Tensor:
-        """The mode's checksum, times T under R3; float64, shape []."""
-        checksum = self._options.spec.checksum(self.counts)
-        return checksum * self.counts.num_tokens if self._options.times_num_tokens else checksum
+    def expected_weight_sums(self) -> Tensor:
+        """Each mode's checksum, times T under R3; float64, shape [number of weightings]."""
+        sums = [w.spec.checksum(self.counts_of(w.mask_key)) for w in self._options.weightings]
+        times = self._times()
+        return torch.stack(sums) if times is None else torch.stack(sums) * times
 
-    def weights(self, index: int) -> Tensor:
-        """The weights [b, s] of one microbatch, built once, kept for other chunks."""
-        weights = self._weights[index]
-        if weights is None:
-            units = self._local.units
-            weights = weights_of_sequences(
-                self._local.sequences[index].to(self._device),
-                self._options.spec,
-                self.counts,
-                unit_of_seq=None if units is None else units.unit_of_seq[index].to(self._device),
-                times_num_tokens=self._options.times_num_tokens,
-                weight_dtype=self._options.weight_dtype,
-            )
-            self._weights[index] = weights
-        return weights
+    def _times(self) -> Tensor | None:
+        """T in R3, where finalize divides by it; it divides by nothing if T is 0."""
+        if not self._options.times_num_tokens:
+            return None
+        return self.counts.num_tokens.clamp(min=1).double()
+
+    def weights(self, index: int) -> tuple[Tensor, ...]:
+        """The weights [b, s] of one microbatch, per weighting; built once, kept for chunks."""
+        found = self._weights[index]
+        if found is None:
+            times = self._times()
+            found = tuple(self._weights_of(w, index, times) for w in self._options.weightings)
+            self._weights[index] = found
+        return found
+
+    def _weights_of(self, weighting: Weighting, index: int, times: Tensor | None) -> Tensor:
+        slot = self._slots[weighting.mask_key]
+        units = self._local.units[slot] if weighting.spec.needs_units else None
+        return weights_of_sequences(
+            self._local.sequences[slot][index].to(self._device),
+            weighting.spec,
+            self.counts_of(weighting.mask_key),
+            unit_of_seq=None if units is None else units.unit_of_seq[index].to(self._device),
+            times=times,
+            weight_dtype=self._options.weight_dtype,
+        )
 
     def microbatch(self, index: int) -> dict[str, Any]:
         """A planned microbatch with its weights."""
@@ -144,7 +184,7 @@ class WeightPlan:
     def with_weights(self, microbatch: Microbatch, index: int) -> dict[str, Any]:
         """A shallow copy of a microbatch with weights `index`, without fields that only count."""
         copy = without_counting_keys(microbatch)
-        copy[self._options.weights_key] = self.weights(index)
+        copy.update(zip(self._options.weights_keys, self.weights(index), strict=True))
         return copy
 
 
@@ -158,22 +198,26 @@ def check_microbatch(microbatch: Any, index: int, options: WeightOptions) -> Non
     if not isinstance(microbatch, Mapping):
         raise TypeError(
             f"Microbatch {index} is a {type(microbatch).__name__}; expected a dict of tensors with "
-            "'loss_mask'."
+            f"{options.mask_keys[0]!r}."
         )
-    if microbatch.get("loss_mask") is None:
+    for mask_key in options.mask_keys:
+        if microbatch.get(mask_key) is None:
+            raise ValueError(
+                f"Microbatch {index} has no {mask_key!r}; its keys are "
+                f"{keys_or_type(microbatch)}. Add the mask [b, s] of the tokens that count, "
+                "aligned with the labels."
+            )
+    for weights_key in options.weights_keys:
+        if weights_key != "loss_mask" and weights_key in microbatch:
+            raise ValueError(
+                f"Microbatch {index} already has a field {weights_key!r}, where the weights would "
+                "go. Rename it, or pass another weights_key to LossAggregator."
+            )
+    if any(map(options.needs_units, options.mask_keys)) and microbatch.get("unit_ids") is None:
+        modes = [w.spec.loss_agg_mode for w in options.weightings if w.spec.needs_units]
         raise ValueError(
-            f"Microbatch {index} has no 'loss_mask'; its keys are {keys_or_type(microbatch)}. "
-            "Add the mask [b, s] of the tokens that count, aligned with the labels."
-        )
-    if options.weights_key != "loss_mask" and options.weights_key in microbatch:
-        raise ValueError(
-            f"Microbatch {index} already has a field {options.weights_key!r}, where the weights "
-            "would go. Rename it, or pass another weights_key to LossAggregator."
-        )
-    if options.spec.needs_units and microbatch.get("unit_ids") is None:
-        raise ValueError(
-            f"Microbatch {index} has no 'unit_ids' [num_seqs], which loss_agg_mode="
-            f"{options.spec.loss_agg_mode!r} needs: the unit (rollout, prompt) of each sequence."
+            f"Microbatch {index} has no 'unit_ids' [num_seqs], which loss_agg_mode={modes[0]!r} "
+            "needs: the unit (rollout, prompt) of each sequence."
         )
     if options.masks_are_cp_sliced and microbatch.get("cu_seqlens") is not None:
         raise LossAggError(
@@ -183,10 +227,14 @@ def check_microbatch(microbatch: Any, index: int, options: WeightOptions) -> Non
         )
 
 
-def _with_full_counts(sequences: list[Sequences], groups: ParallelGroups) -> list[Sequences]:
+def _with_full_counts(
+    sequences: list[list[Sequences]], groups: ParallelGroups
+) -> list[list[Sequences]]:
     """Sequences of sliced masks with the n_s of whole rows: one all-reduce over the cp group."""
-    local = torch.cat([s.num_tokens for s in sequences])
+    flat = [s for of_mask in sequences for s in of_mask]
+    local = torch.cat([s.num_tokens for s in flat])
     full = local.to(communication_device(groups.cp, local.device), copy=True)
     all_reduce_sum(full, groups.cp)
-    per_microbatch = full.to(local.device).split([s.num_tokens.shape[0] for s in sequences])
-    return [replace(s, num_tokens=n) for s, n in zip(sequences, per_microbatch, strict=True)]
+    parts = full.to(local.device).split([s.num_tokens.shape[0] for s in flat])
+    whole = iter([replace(s, num_tokens=n) for s, n in zip(flat, parts, strict=True)])
+    return [[next(whole) for _ in of_mask] for of_mask in sequences]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,11 +29,11 @@ class PassRecord:
     Attributes:
         taken: what each data iterator that was handed out has yielded.
         num_loss_calls: calls of `loss_func`.
-        weight_sums: sum of the weights that each call saw, float64.
+        weight_sums: per call, the sums of the weights that it saw, float64 [num_weightings].
         returned: per call, the value that was returned and an alias of the tensor that was
             returned, which the schedule rescales in place.
         num_tokens: what each call with a gradient returned as its number of tokens (R3).
-        reports: what each call reported, [numerator, denominator].
+        reports: what each call reported, [num_sums, 2].
         coarsest_eps: the largest machine epsilon among the weights' dtypes.
         is_validated: whether `validate` has looked at it: what happens afterwards is a new pass.
     """
@@ -46,11 +47,12 @@ class PassRecord:
     coarsest_eps: float = 0.0
     is_validated: bool = False
 
-    def add_loss_call(self, weights: Tensor) -> None:
+    def add_loss_call(self, weights: Sequence[Tensor]) -> None:
         """Note a call of `loss_func`; no value is read."""
         self.num_loss_calls += 1
-        self.weight_sums.append(weights.sum(dtype=torch.float64))
-        self.coarsest_eps = max(self.coarsest_eps, torch.finfo(weights.dtype).eps)
+        self.weight_sums.append(torch.stack([w.sum(dtype=torch.float64) for w in weights]))
+        for w in weights:
+            self.coarsest_eps = max(self.coarsest_eps, torch.finfo(w.dtype).eps)
 
 
 def local_problems(
@@ -121,9 +123,10 @@ def check_with_others(
     contract: ScheduleContract,
     groups: ParallelGroups,
     *,
+    num_weightings: int,
     check_sum: bool,
 ) -> None:
-    """Compare the sum of all weights with the mode's checksum: one all-reduce over dp x cp.
+    """Compare sums of all weights with the modes' checksums: one all-reduce over dp x cp.
 
     Only ranks of the last pipeline stage call it, all of them, also those that found a problem:
     then every rank raises and none waits for the others.
@@ -131,31 +134,37 @@ def check_with_others(
     fallback = record.weight_sums[0].device if record.weight_sums else torch.device("cpu")
     device = communication_device(groups.dp_cp, fallback)
     weight_sum = (
-        torch.stack(record.weight_sums).sum()
+        torch.stack(record.weight_sums).sum(dim=0)
         if record.weight_sums
-        else torch.zeros((), dtype=torch.float64)
+        else torch.zeros(num_weightings, dtype=torch.float64)
     )
-    has_problem = torch.tensor(float(bool(problems)), dtype=torch.float64)
-    totals = torch.stack([weight_sum.to(device), has_problem.to(device)])
+    has_problem = torch.tensor([float(bool(problems))], dtype=torch.float64)
+    totals = torch.cat([weight_sum.to(device), has_problem.to(device)])
     all_reduce_sum(totals, groups.dp_cp)
-    found, num_ranks_with_problems = totals.tolist()
+    *found, num_ranks_with_problems = totals.tolist()
     raise_problems(problems)
     if num_ranks_with_problems:
         raise LossAggError(
             f"{int(num_ranks_with_problems)} other rank(s) of this data x context parallel group "
             "found a fault in the step; their message says which. Do not step the optimizer."
         )
-    expected_sum = plan.expected_weight_sum() if plan is not None and check_sum else None
-    if expected_sum is None:
+    expected = plan.expected_weight_sums() if plan is not None and check_sum else None
+    if expected is None:
         return
-    expected = expected_sum.item()
-    found /= contract.cp_copies
+    for index, (checksum, weight_total) in enumerate(zip(expected.tolist(), found, strict=True)):
+        _check_sum(weight_total / contract.cp_copies, checksum, index, record, contract)
+
+
+def _check_sum(
+    found: float, expected: float, index: int, record: PassRecord, contract: ScheduleContract
+) -> None:
     # Each weight is rounded once (half an epsilon); the sum is float64.
     tolerance = max(record.coarsest_eps, 1e-12) * abs(expected)
     if not abs(found - expected) <= tolerance:  # in this order, so that a NaN raises
+        which = "" if index == 0 else f" (number {index} of the terms' modes and masks)"
         raise LossAggError(
-            f"The weights that loss_func saw sum to {found:.9g} over the global batch, but the "
-            f"mode's checksum is {expected:.9g}. A microbatch was lost, repeated or altered "
+            f"The weights that loss_func saw{which} sum to {found:.9g} over the global batch, but "
+            f"the mode's checksum is {expected:.9g}. A microbatch was lost, repeated or altered "
             "between the plan and the loss: check that loss_func is given this step's microbatches "
             "with the weights that they carry, that weights are sliced over context-parallel "
             f"ranks exactly as the losses are (here cp size {contract.cp_size}, "

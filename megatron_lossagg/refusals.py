@@ -58,9 +58,16 @@ def _refuse_undivided_losses(model_config: Any) -> None:
 
 
 def refuse_deferred(
-    model_config: Any, spec: ModeSpec, *, divides_later: bool, masks_are_cp_sliced: bool
+    model_config: Any, specs: list[ModeSpec], *, divides_later: bool, masks_are_cp_sliced: bool
 ) -> None:
     """Raise LossAggError where one division of all gradients would not give the mode's."""
+    if len(specs) > 1:
+        modes = ", ".join(spec.loss_agg_mode for spec in specs)
+        raise LossAggError(
+            f"denominators='deferred' with terms or metrics of several modes or masks ({modes}): "
+            "one division cannot serve them all. Use denominators='counted'."
+        )
+    [spec] = specs
     if get_mode(spec.loss_agg_mode).divisor is None:
         raise LossAggError(
             f"denominators='deferred' with loss_agg_mode={spec.loss_agg_mode!r}: its weights are "

@@ -30,10 +30,10 @@ class Sequences:
     num_bad_values: Tensor
 
     @classmethod
-    def of_microbatch(cls, microbatch: Mapping[str, Any]) -> Sequences:
-        """Read `loss_mask`, `sample_mask`, `cu_seqlens` and `cu_seqlens_padded` of a microbatch."""
+    def of_microbatch(cls, microbatch: Mapping[str, Any], mask_key: str = "loss_mask") -> Sequences:
+        """Read a mask, `sample_mask`, `cu_seqlens` and `cu_seqlens_padded` of a microbatch."""
         return cls.of(
-            microbatch["loss_mask"],
+            microbatch[mask_key],
             microbatch.get("sample_mask"),
             microbatch.get("cu_seqlens"),
             microbatch.get("cu_seqlens_padded"),

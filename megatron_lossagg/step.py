@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,9 @@ from megatron_lossagg.counts import GlobalCounts
 from megatron_lossagg.deferred import DeferredPlan
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
-from megatron_lossagg.loss import check_token_losses, masked_weighted_sum, weights_of
-from megatron_lossagg.plan import Microbatch, WeightPlan
+from megatron_lossagg.loss import weights_of
+from megatron_lossagg.objective import Objective
+from megatron_lossagg.plan import WeightPlan
 from megatron_lossagg.record import (
     PassRecord,
     TakenCount,
@@ -22,10 +24,8 @@ from megatron_lossagg.record import (
     local_problems,
     raise_problems,
 )
-from megatron_lossagg.report import reduce_reports
+from megatron_lossagg.report import MicrobatchReport, reduce_reports
 from megatron_lossagg.schedule import MAX_NUM_TOKENS_R3, ScheduleContract
-
-LossFn = Callable[[Any, Microbatch], Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,24 @@ class StepContext:
     """What all steps of one aggregator share.
 
     Attributes:
-        loss_fn: (output_tensor, microbatch) -> losses of the weights' shape.
+        objective: terms and metrics.
+        coefficients: of the terms, at this iteration.
         contract: the regime and its factors.
         groups: the process groups.
-        weights_key: the field that carries the weights.
+        weights_keys: the fields that carry the weights of each of the objective's weightings.
+        reports_counts: whether `report` also tells the counts of the global batch.
         counts_loss_calls: whether `loss_func` runs once per microbatch, in Python.
         sees_weights: whether it runs in Python, so that the weights it saw can be summed.
         divides_later: the weights lack their global divisor: gradients and reports get it when
             gradients are finalized.
     """
 
-    loss_fn: LossFn
+    objective: Objective
+    coefficients: tuple[float, ...]
     contract: ScheduleContract
     groups: ParallelGroups
-    weights_key: str
+    weights_keys: tuple[str, ...]
+    reports_counts: bool = False
     counts_loss_calls: bool = True
     sees_weights: bool = True
     divides_later: bool = False
@@ -64,7 +68,7 @@ class Step:
         context: StepContext,
         plan: WeightPlan | DeferredPlan | None,
         num_microbatches: int,
-        known_counts: GlobalCounts | None = None,
+        known_counts: Mapping[str, GlobalCounts] | None = None,
     ) -> None:
         self._context = context
         self._plan = plan
@@ -84,7 +88,7 @@ class Step:
         if self._plan is not None:
             return self._plan.counts
         if self._known_counts is not None:
-            return self._known_counts
+            return self._known_counts[self._context.objective.mask_keys[0]]
         raise LossAggError(
             "This rank was given no microbatches, so it takes part in no count. Read counts on a "
             "rank with data, or pass counts=GlobalCounts(...) to begin_step on every rank."
@@ -180,30 +184,30 @@ class Step:
                 "without gradients does not do. Evaluate with another LossAggregator, which counts "
                 "first (denominators='counted')."
             )
-        weights = weights_of(microbatch, context.weights_key)
-        losses = context.loss_fn(output_tensor, microbatch)
-        check_token_losses(losses, weights)
-        partial_sum, is_counted = masked_weighted_sum(losses, weights)
+        weights = [weights_of(microbatch, key) for key in context.weights_keys]
+        sums = context.objective.sums_of(output_tensor, microbatch, weights, context.coefficients)
         if self._record.is_validated:
             self.start_pass()
         self._record.add_loss_call(weights)
 
         if contract.regime == "R3":
-            num_tokens = is_counted.sum(dtype=torch.int32)
+            num_tokens = sums.is_counted.sum(dtype=torch.int32)
             # A token is counted once over context-parallel ranks.
             if contract.cp_copies > 1 and context.groups.cp_rank > 0:
                 num_tokens = torch.zeros_like(num_tokens)
-            denominator = num_tokens.to(partial_sum.dtype)
+            denominator = num_tokens.to(sums.values.dtype)
         else:
             # R2: the schedule divides by what is returned here, so it is 1.
-            num_tokens = torch.ones_like(partial_sum, dtype=torch.int32)
+            num_tokens = torch.ones_like(sums.total, dtype=torch.int32)
             share = 1.0 / (self.num_microbatches * context.groups.dp_cp_size)
-            denominator = torch.full_like(partial_sum, share)
-        report = {"loss": torch.stack([partial_sum.detach() / contract.cp_copies, denominator])}
-        self._record.reports.append(report["loss"])
+            denominator = torch.full((), share, dtype=sums.values.dtype, device=weights[0].device)
+        values = sums.values / contract.cp_copies
+        packed = torch.stack([values, denominator.expand_as(values)], dim=1)
+        report = MicrobatchReport(context.objective.sum_names, packed, sums.extremes)
+        self._record.reports.append(packed)
         if non_loss_data:
             return report
-        loss = partial_sum * contract.loss_factor(self.num_microbatches)
+        loss = sums.total * contract.loss_factor(self.num_microbatches)
         self._record.returned.append((loss.detach().clone(), loss.detach()))
         if contract.returns_num_tokens:
             if contract.regime == "R3" and loss.requires_grad:
@@ -213,8 +217,8 @@ class Step:
 
     def divide_reports(self, gradient_factor: float) -> None:
         """Multiply what `loss_func` reported by the factor that gradients got, in place."""
-        for report in self._record.reports:
-            report[0] *= gradient_factor
+        for packed in self._record.reports:
+            packed[:, 0] *= gradient_factor
 
     def validate(self, num_tokens: Tensor | None = None) -> None:
         """Check the last run of the schedule: one all-reduce over dp x cp, on the last stage only.
@@ -255,6 +259,7 @@ class Step:
             self._plan,
             context.contract,
             groups,
+            num_weightings=len(context.weights_keys),
             check_sum=context.sees_weights,
         )
 
@@ -265,7 +270,7 @@ class Step:
             self._plan.check_counts()
         except LossAggError as error:
             problems.append(str(error).rstrip("."))
-        if self._context.contract.regime == "R3" and self._plan.expected_weight_sum() is not None:
+        if self._context.contract.regime == "R3" and self._plan.expected_weight_sums() is not None:
             num_tokens = int(self._plan.counts.num_tokens)
             if num_tokens > MAX_NUM_TOKENS_R3:
                 problems.append(
@@ -286,28 +291,66 @@ class Step:
         Every rank calls it with what its schedule returned.
 
         Returns:
-            {"loss": J}, the global objective that was optimised, the same on every rank; {} on
-            earlier stages with `broadcast_over_pipeline=False`.
+            {"loss": J, ...}, the same on every rank: the global objective that was optimised, then
+            the value of every term (without its coefficient) and of every metric; with
+            `report_counts` also num_tokens, num_seqs (B as the mode counts it), response_length
+            (T/B) and masked_fraction (1 - T / positions of the masks). A minimum or maximum over no
+            token is NaN. {} on earlier stages with `broadcast_over_pipeline=False`.
         """
+        context, objective = self._context, self._context.objective
         totals = reduce_reports(
             forward_data_store,
-            ("loss",),
-            self._context.groups,
+            objective.sum_names,
+            context.groups,
+            num_extremes=len(objective.extremes),
             num_reports=self.num_microbatches if self._context.counts_loss_calls else None,
             evidence_of_tokens=self._evidence_of_tokens(),
+            facts=self._facts() if context.reports_counts else None,
+            num_facts=len(_FACTS) if context.reports_counts else 0,
             broadcast_over_pipeline=broadcast_over_pipeline,
         )
         if totals is None:
             return {}
-        (loss, denominator), (evidence, _) = totals.tolist()
-        self._reported_empty = evidence == 0
-        # Under R3 a batch without a valid token has numerator and denominator 0: J is 0.
-        return {"loss": loss / denominator if denominator else loss}
+        self._reported_empty = totals.evidence == 0
+        # Under R3 a batch without a valid token has denominator 0, and nothing divides.
+        found = {
+            name: numerator / denominator if denominator else numerator
+            for name, (numerator, denominator) in zip(
+                objective.sum_names, totals.pairs.tolist(), strict=True
+            )
+        }
+        for metric, value in zip(objective.extremes, totals.extremes.tolist(), strict=True):
+            value = value if metric.normaliser == "max" else -value
+            found[metric.name] = value if math.isfinite(value) else math.nan
+        if context.reports_counts:
+            found |= _count_metrics(*totals.facts.tolist())
+        return found
+
+    def _facts(self) -> Tensor | None:
+        """What `_FACTS` names, if this rank knows it."""
+        if not isinstance(self._plan, WeightPlan):
+            return None
+        counts = self._plan.counts
+        is_valid = self._context.objective.weightings[0].spec.sequence_count == "valid"
+        num_seqs = counts.num_valid_seqs if is_valid else counts.num_seqs
+        return torch.stack([counts.num_tokens, num_seqs, self._plan.num_positions()]).double()
 
     def _evidence_of_tokens(self) -> Tensor:
         """Above zero, after a sum over ranks, exactly if the global batch has a valid token."""
         if self._plan is not None or self._known_counts is not None:
             return self.counts.num_tokens.double()
         if self._record.weight_sums:
-            return torch.stack(self._record.weight_sums).sum()
+            return torch.stack(self._record.weight_sums)[:, 0].sum()
         return torch.zeros((), dtype=torch.float64)
+
+
+_FACTS = ("num_tokens", "num_seqs", "num_positions")
+
+
+def _count_metrics(num_tokens: float, num_seqs: float, num_positions: float) -> dict[str, float]:
+    return {
+        "num_tokens": num_tokens,
+        "num_seqs": num_seqs,
+        "response_length": num_tokens / num_seqs if num_seqs else 0.0,
+        "masked_fraction": 1 - num_tokens / num_positions if num_positions > 0 else math.nan,
+    }

@@ -87,7 +87,7 @@ def weights_of_sequences(
     counts: GlobalCounts,
     *,
     unit_of_seq: Tensor | None = None,
-    times_num_tokens: bool = False,
+    times: Tensor | None = None,
     weight_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Weights of sequences that were already counted. Does not communicate.
@@ -97,7 +97,7 @@ def weights_of_sequences(
         spec: the mode and its options.
         counts: counts of the global batch.
         unit_of_seq: int64 [n], in modes with units.
-        times_num_tokens: return T * w instead of w, for schedules whose finalize divides by T.
+        times: a number [] to multiply by, for schedules whose finalize divides by it.
         weight_dtype: dtype of the result.
 
     Returns:
@@ -105,7 +105,7 @@ def weights_of_sequences(
     """
     inputs = spec.inputs(counts, sequences.valid.device, unit_of_seq)
     factor = get_mode(spec.loss_agg_mode).sequence_factor(sequences.num_tokens.double(), inputs)
-    if times_num_tokens:
-        factor = factor * inputs.num_tokens
+    if times is not None:
+        factor = factor * times.to(factor.device)
     # A product of finite numbers: cheaper than a selection, and just as exact.
     return sequences.valid.to(weight_dtype) * sequences.spread(factor.to(weight_dtype))

@@ -110,17 +110,21 @@ def make_loss_func(
             microbatch = {aggregator.weights_key: microbatch}
         result = aggregator.loss_func(microbatch, output_tensor, non_loss_data)
         if non_loss_data:
-            return {name: result["loss"]}
+            return _named_pairs(result, name)
         *returned, report = result
-        pair = report["loss"]
         if len(returned) == 1:
             # evaluate() of Megatron-LM clamps denominators to 1 under --sft: make them 1.
-            pair /= pair[1].clone()
+            report.packed /= report.packed[:, 1:].clone()
         if check_loss is not None:
             check_loss(returned[0])
-        return (*returned, {name: pair})
+        return (*returned, _named_pairs(report, name))
 
     return loss_func
+
+
+def _named_pairs(report: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """[numerator, denominator] of the loss under `name`, and of every term and metric."""
+    return {name if key == "loss" else key: pair for key, pair in report.items()}
 
 
 def make_forward_step(

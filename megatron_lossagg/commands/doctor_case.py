@@ -106,20 +106,15 @@ class DoctorCase:
     @property
     def mode_spec(self) -> ModeSpec:
         """The mode with its options."""
-        options = self.loss_agg
-        return ModeSpec(
-            options.loss_agg_mode,
-            options.loss_scale_factor,
-            options.norm_semantics,
-            options.sequence_count,
-        )
+        return self.loss_agg.main_spec
 
     @property
     def checksum_formula(self) -> str:
         """What the weights of the global batch sum to, in symbols."""
-        if self.loss_agg.loss_agg_mode == "seq-mean-token-sum-norm":
-            return "T/L" if self.loss_agg.norm_semantics == "sum" else "T/(B L)"
-        return _FORMULAS.get(self.loss_agg.loss_agg_mode, "its checksum")
+        spec = self.mode_spec
+        if spec.loss_agg_mode == "seq-mean-token-sum-norm":
+            return "T/L" if spec.norm_semantics == "sum" else "T/(B L)"
+        return _FORMULAS.get(spec.loss_agg_mode, "its checksum")
 
     def model_flags(self) -> SimpleNamespace:
         """What stands for the model's `TransformerConfig`."""

@@ -12,6 +12,7 @@ _ROWS = (
     ("seq-mean-token-mean", "", "1 / (B n_s)", "B_valid / B"),
     ("seq-mean-token-sum-norm", "norm_semantics: sum", "1 / L", "T / L"),
     ("seq-mean-token-sum-norm", "norm_semantics: seq-mean", "1 / (B L)", "T / (B L)"),
+    ("unit-mean-token-sum", "needs unit_ids", "1 / U", "T / U"),
     ("unit-mean-token-mean", "needs unit_ids", "1 / (U T_u)", "1"),
     ("unit-mean-seq-mean-token-mean", "needs unit_ids", "1 / (U B_u n_s)", "1"),
 )

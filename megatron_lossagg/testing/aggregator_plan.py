@@ -153,5 +153,5 @@ def _as_megatron_lm_reports(store: list[Any]) -> dict[str, float]:
     )
     if totals is None:
         return {}
-    numerator, denominator = totals[0].tolist()
+    [[numerator, denominator]] = totals.pairs.tolist()
     return {"loss": numerator / denominator if denominator else 0.0}

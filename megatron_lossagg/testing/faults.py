@@ -31,16 +31,19 @@ def _factor_times(change: Callable[[ScheduleContract, int], float]) -> Any:
 def _mean_of_means() -> Any:
     """Patch: each microbatch divides by its own counts, and the means are averaged."""
 
-    def weights(self: WeightPlan, index: int) -> Tensor:
-        sequences = self._local.sequences[index]
+    def weights(self: WeightPlan, index: int) -> tuple[Tensor, ...]:
+        sequences = self._local.sequences[0][index]
         n_s = sequences.num_tokens
         own = GlobalCounts(n_s.sum(), (n_s > 0).sum(), sequences.num_seqs)
         own_weights = weights_of_sequences(
-            sequences, self._options.spec, own, weight_dtype=self._options.weight_dtype
+            sequences,
+            self._options.weightings[0].spec,
+            own,
+            weight_dtype=self._options.weight_dtype,
         )
         share = len(self) * int(self._pending._vector[0])  # type: ignore[union-attr]
         scale = self.counts.num_tokens if self._options.times_num_tokens else 1
-        return own_weights / share * scale
+        return (own_weights / share * scale,)
 
     return mock.patch.object(WeightPlan, "weights", weights)
 
@@ -68,17 +71,17 @@ def _counts_of_this_rank() -> Any:
 
 def _sequences_once_per_cp_rank() -> Any:
     """Patch: tokens are counted right, but each sequence once per context-parallel rank."""
-    original = vars(WeightPlan)["counts"].fget
+    original = WeightPlan.counts_of
 
-    def counts(self: WeightPlan) -> GlobalCounts:
+    def counts_of(self: WeightPlan, mask_key: str) -> GlobalCounts:
         from megatron.core import parallel_state
 
-        found, cp_size = original(self), parallel_state.get_context_parallel_world_size()
+        found, cp_size = original(self, mask_key), parallel_state.get_context_parallel_world_size()
         return GlobalCounts(
             found.num_tokens, found.num_valid_seqs * cp_size, found.num_seqs * cp_size
         )
 
-    return mock.patch.object(WeightPlan, "counts", property(counts))
+    return mock.patch.object(WeightPlan, "counts_of", counts_of)
 
 
 _FAULTS: dict[str, Callable[[], Any]] = {

@@ -128,10 +128,14 @@ def test_one_collective_of_constant_size(rank_pool, tokens_of_ranks):
 
 def _local_counts_after_reduction():
     mask = make_microbatches([(3, 5)[dist.get_rank()]])[0]["loss_mask"]
-    local = count_local([Sequences.of(mask)])
+    local = count_local([[Sequences.of(mask)]])
     before = local.vector.clone()
     counts = start_reduction(local, data_parallel_groups()).wait()
-    return int(local.sequences[0].num_tokens), torch.equal(local.vector, before), counts.num_tokens
+    return (
+        int(local.sequences[0][0].num_tokens),
+        torch.equal(local.vector, before),
+        counts.num_tokens,
+    )
 
 
 def test_reduction_leaves_local_counts_alone(rank_pool):
@@ -144,8 +148,8 @@ def test_reduction_leaves_local_counts_alone(rank_pool):
 
 
 def _count_2_to_the_30():
-    local = count_local([Sequences.of(torch.ones(1, 1))])
-    local.vector[local.vector.tolist().index(1, 5)] = 2**30  # num_tokens, the first count
+    local = count_local([[Sequences.of(torch.ones(1, 1))]])
+    local.vector[local.vector.tolist().index(1, 7)] = 2**30  # num_tokens, the first count
     return int(start_reduction(local, data_parallel_groups()).wait().num_tokens)
 
 
@@ -373,8 +377,11 @@ def _settle(has_data):
     from megatron_lossagg.deferred import DeferredPlan, sum_over_ranks
     from megatron_lossagg.modes import ModeSpec
     from megatron_lossagg.plan import WeightOptions
+    from megatron_lossagg.terms import Weighting
 
-    options = WeightOptions(ModeSpec("seq-mean-token-sum"), "weights", torch.float64, False, 7)
+    options = WeightOptions(
+        (Weighting(ModeSpec("seq-mean-token-sum")),), ("weights",), torch.float64, False, 7
+    )
     plan = DeferredPlan(options, 2)
     for index, microbatch in enumerate(make_microbatches([3, 0 if dist.get_rank() else 5])):
         plan.with_weights(microbatch, index)

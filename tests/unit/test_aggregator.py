@@ -26,7 +26,7 @@ from megatron_lossagg.modes import mode_names
     ("options", "error", "message"),
     [
         ({"loss_agg_mode": "tokenmean"}, ValueError, "'tokenmean'; expected one of token-mean"),
-        ({"loss_agg_mode": None}, ValueError, "Unknown loss_agg_mode None"),
+        ({"loss_agg_mode": None}, ValueError, "needs loss_agg_mode, for example"),
         (
             {"loss_agg_mode": "seq-mean-token-sum-norm"},
             ValueError,
@@ -46,7 +46,8 @@ from megatron_lossagg.modes import mode_names
         ({"weights_key": "unit_ids"}, ValueError, "weights_key='unit_ids' cannot name"),
         ({"weight_dtype": torch.float16}, TypeError, r"weight_dtype .*, got torch\.float16"),
         ({"weight_dtype": "float32"}, TypeError, r"one of torch\.float32, .* got 'float32'"),
-        ({"loss_fn": None}, TypeError, "loss_fn must be callable, got NoneType"),
+        ({"loss_fn": None}, TypeError, r"needs a loss_fn, or terms=\[LossTerm"),
+        ({"loss_fn": 3}, TypeError, "loss_fn must be callable, got int"),
         ({"model_config": None}, TypeError, "TransformerConfig, got NoneType without calculate_"),
         ({"model_config": torch.nn.Linear(1, 1)}, TypeError, r"got Linear .* get_model_config"),
     ],
@@ -172,7 +173,9 @@ def test_no_microbatches_where_the_loss_is_computed():
 @pytest.mark.parametrize("counts", [7, {"num_tokens": 7}, torch.tensor(7)])
 def test_counts_of_another_type(counts):
     """Known counts come as GlobalCounts."""
-    with pytest.raises(TypeError, match="counts must be a GlobalCounts, got"):
+    with pytest.raises(
+        TypeError, match="counts must be a GlobalCounts, or a mapping from mask_key to one, got"
+    ):
         make_aggregator().begin_step(fixture_f(1), counts=counts)
 
 
@@ -192,7 +195,7 @@ def test_floating_point_counts():
         (lambda out, mb: out[:, 1:], ValueError, r"shape \(2, 1\), but .* \(2, 2\)"),
         (lambda out, mb: out[:1], ValueError, r"shape \(1, 2\)"),
         (lambda out, mb: None, TypeError, "tensor of per-token losses, got NoneType"),
-        (lambda out, mb: (out, {}), TypeError, "tensor of per-token losses, got tuple"),
+        (lambda out, mb: (out, out, out), TypeError, "tensor of per-token losses, got tuple"),
         (lambda out, mb: mb["loss_mask"], TypeError, r"floating-point losses, got torch\.int64"),
     ],
 )

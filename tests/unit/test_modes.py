@@ -18,7 +18,8 @@ NORM = "seq-mean-token-sum-norm"
 def test_known_modes():
     """The canonical names are verl's, and each finds its mode."""
     names = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", NORM)
-    assert mode_names() == (*names, "unit-mean-token-mean", "unit-mean-seq-mean-token-mean")
+    units = ("unit-mean-token-sum", "unit-mean-token-mean", "unit-mean-seq-mean-token-mean")
+    assert mode_names() == (*names, *units)
     assert [get_mode(name).name for name in names] == list(names)
 
 
@@ -59,7 +60,8 @@ def test_checksum_is_that_of_the_table(spec, expected):
 def test_no_valid_token_means_checksum_zero(mode, norm_semantics, sequence_count, num_seqs):
     """T = 0 gives exactly 0 in every mode, never NaN."""
     spec = ModeSpec(mode, 4, norm_semantics, sequence_count)
-    assert spec.checksum(GlobalCounts(0, 0, num_seqs)).item() == 0.0
+    no_units = torch.zeros(2, 3, dtype=torch.int64).unbind()
+    assert spec.checksum(GlobalCounts(0, 0, num_seqs, *no_units)).item() == 0.0
 
 
 @pytest.mark.parametrize("bad", [0, -1, 0.0, math.nan, math.inf, -math.inf, 1e300, 10**400, 1e-300])

@@ -1,0 +1,154 @@
+"""`LossTerm`: one summand of an RL objective, with a mode, a mask and a coefficient of its own.
+
+    J = sum_k c_k J_k,    J_k = sum over the global batch of w_k * l_k
+
+Terms that share a mode and a mask share one weight tensor; all masks are counted in one all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lossagg.modes import ModeSpec
+
+# A schedule gives the coefficient of an iteration.
+Coefficient = float | Callable[[int], float]
+TermFn = Callable[[Any, Mapping[str, Any]], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
+
+NORMALISERS = ("tokens", "sequences", "units", "sum", "min", "max")
+_MODE_OF = {
+    "tokens": "token-mean",
+    "sequences": "seq-mean-token-sum",
+    "units": "unit-mean-token-sum",
+    "sum": "token-sum",
+}
+# Names of a report that no term or metric can have.
+RESERVED_NAMES = ("loss",)
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """What a weight tensor depends on: a mode with its options, and the field of the mask."""
+
+    spec: ModeSpec
+    mask_key: str = "loss_mask"
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One summand of the objective.
+
+    Attributes:
+        name: its entry in the report.
+        loss_fn: (output, microbatch) -> losses of the mask's shape, not reduced; or (losses,
+            {metric: values of the mask's shape}) with `metrics`. `output` is the model's output, or
+            what the aggregator's own `loss_fn` made of it for all terms.
+        loss_agg_mode: how its token losses are summed.
+        coefficient: c_k, a number, or a function of the iteration that is passed to `begin_step` or
+            `wrap`. A term of coefficient 0 is reported, and no gradient flows through it.
+        mask_key: the field of a microbatch with its mask, of the shape of `loss_mask`.
+        loss_scale_factor, norm_semantics, sequence_count: of its mode.
+        metrics: name -> normaliser of what `loss_fn` returns besides: "tokens", "sequences" or
+            "units" divide the sum over valid tokens by that count of the global batch, "sum" by
+            nothing; "min" and "max" are over valid tokens.
+
+    Raises:
+        ValueError, TypeError: an unknown mode, option, normaliser, or a coefficient that is no
+            finite number.
+    """
+
+    name: str
+    loss_fn: TermFn
+    loss_agg_mode: str
+    coefficient: Coefficient = 1.0
+    mask_key: str = "loss_mask"
+    loss_scale_factor: float | None = None
+    norm_semantics: str = "sum"
+    sequence_count: str = "valid"
+    metrics: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or self.name in RESERVED_NAMES:
+            raise ValueError(
+                f"LossTerm: name={self.name!r} cannot name a term; pass a text other than "
+                f"{', '.join(map(repr, RESERVED_NAMES))}, which is the sum of all terms."
+            )
+        if not callable(self.loss_fn):
+            raise TypeError(
+                f"LossTerm {self.name!r}: loss_fn must be callable, got "
+                f"{type(self.loss_fn).__name__}."
+            )
+        if not isinstance(self.mask_key, str) or not self.mask_key:
+            raise ValueError(
+                f"LossTerm {self.name!r}: mask_key={self.mask_key!r} cannot name a field."
+            )
+        if not callable(self.coefficient):
+            _check_coefficient(self.name, self.coefficient)
+        check_metrics(self.metrics)
+        _ = self.weighting  # checks the mode
+
+    @property
+    def weighting(self) -> Weighting:
+        """What its weights depend on."""
+        spec = ModeSpec(
+            self.loss_agg_mode, self.loss_scale_factor, self.norm_semantics, self.sequence_count
+        )
+        return Weighting(spec, self.mask_key)
+
+    def metric_weighting(self, metric: str) -> Weighting | None:
+        """What normalises a metric; None for an extreme value."""
+        return metric_weighting(self.metrics[metric], self.sequence_count, self.mask_key)
+
+    def coefficient_at(self, iteration: int | None) -> float:
+        """c_k of an iteration.
+
+        Raises:
+            ValueError: it is a schedule and no iteration was given, or no finite number came out.
+        """
+        if not callable(self.coefficient):
+            return float(self.coefficient)
+        if iteration is None:
+            raise ValueError(
+                f"LossTerm {self.name!r} has a schedule as coefficient, which needs the iteration: "
+                "begin_step(..., iteration=i), or wrap(..., iteration=a function that gives it)."
+            )
+        value = self.coefficient(iteration)
+        _check_coefficient(f"{self.name} at iteration {iteration}", value)
+        return float(value)
+
+
+def metric_weighting(normaliser: str, sequence_count: str, mask_key: str) -> Weighting | None:
+    """The weighting whose weighted sum is the metric; None for "min" and "max"."""
+    mode = _MODE_OF.get(normaliser)
+    if mode is None:
+        return None
+    return Weighting(ModeSpec(mode, sequence_count=sequence_count), mask_key)
+
+
+def check_metrics(metrics: Any) -> None:
+    """Raise unless it maps names to normalisers."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"metrics must map names to normalisers, such as {{'clip_fraction': 'tokens'}}, got "
+            f"{type(metrics).__name__}."
+        )
+    for name, normaliser in metrics.items():
+        if normaliser not in NORMALISERS:
+            raise ValueError(
+                f"metric {name!r}: normaliser {normaliser!r} does not exist; expected one of "
+                f"{', '.join(NORMALISERS)}."
+            )
+
+
+def _check_coefficient(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(
+            f"LossTerm {name!r}: the coefficient must be a finite number, or a function of the "
+            f"iteration that gives one; got {value!r}."
+        )
