@@ -293,7 +293,7 @@ def _train_with_another_number(layout, per_token, planned, is_copy):
         # As core_transformer_config_from_args(args) gives a script: not the model's own object.
         config = copy(host.aggregator.model_config)
         config.finalize_model_grads_func = None
-        host.aggregator.model_config = config
+        object.__setattr__(host.aggregator._settings, "model_config", config)
     forward_step = make_forward_step(
         host.aggregator, _get_batch, call_model=_call_model, num_microbatches=planned
     )
