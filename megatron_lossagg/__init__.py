@@ -7,6 +7,7 @@ from megatron_lossagg.counts import GlobalCounts, count_global_batch
 from megatron_lossagg.cp_slicing import slice_for_cp
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.modes import register_mode
 from megatron_lossagg.schedule import ScheduleContract
 from megatron_lossagg.terms import LossTerm
 from megatron_lossagg.weights import token_weights
@@ -23,6 +24,7 @@ __all__ = [
     "ScheduleContract",
     "agg_loss",
     "count_global_batch",
+    "register_mode",
     "slice_for_cp",
     "token_weights",
 ]

@@ -101,8 +101,8 @@ class DeferredPlan:
         if self._pending is None:
             return None
         divisor = self._weighting.spec.divisor(self.counts)
-        assert divisor is not None
-        return (self._weighting.spec.checksum(self.counts) * divisor).reshape(1)
+        checksum = self._weighting.spec.checksum(self.counts)
+        return None if checksum is None or divisor is None else (checksum * divisor).reshape(1)
 
 
 def is_megatrons_own(spec: ModeSpec, regime: str) -> bool:

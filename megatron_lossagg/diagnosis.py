@@ -99,7 +99,8 @@ def diagnose(
     num_tokens = None if counts is None else int(counts.num_tokens)
     checksum = None
     if counts is not None and not spec.needs_units:
-        checksum = spec.checksum(counts).item()
+        total = spec.checksum(counts)
+        checksum = None if total is None else total.item()
     return Diagnosis(
         contract,
         num_microbatches,

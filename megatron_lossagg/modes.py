@@ -23,6 +23,8 @@ factor per sequence. A count of zero gives a weight of zero, never a division by
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -69,7 +71,8 @@ class AggregationMode:
         name: the value of `loss_agg_mode`.
         sequence_factor: (n_s as float64 [num_rows], ModeInputs) -> the weight of a valid token of
             each sequence, float64, broadcastable to [num_rows].
-        checksum: ModeInputs -> the sum of all weights of the global batch, float64, shape [].
+        checksum: ModeInputs -> the sum of all weights of the global batch, float64, shape []; None
+            if the counts do not tell it: then every step's weights are compared with the plan's.
         needs_units: whether sequences must carry `unit_ids`.
         divisor: ModeInputs -> the global count that every weight is divided by, float64, shape [],
             so that the weights are known up to that one number before the batch is complete. None:
@@ -78,7 +81,7 @@ class AggregationMode:
 
     name: str
     sequence_factor: Callable[[Tensor, ModeInputs], Tensor]
-    checksum: Callable[[ModeInputs], Tensor]
+    checksum: Callable[[ModeInputs], Tensor] | None = None
     needs_units: bool = False
     divisor: Callable[[ModeInputs], Tensor] | None = None
 
@@ -170,8 +173,55 @@ def mode_names() -> tuple[str, ...]:
     return tuple(_MODES)
 
 
+def register_mode(
+    name: str,
+    sequence_factor: Callable[[Tensor, ModeInputs], Tensor],
+    *,
+    checksum: Callable[[ModeInputs], Tensor] | None = None,
+    divisor: Callable[[ModeInputs], Tensor] | None = None,
+    needs_units: bool = False,
+) -> AggregationMode:
+    """Add a mode of your own, which then works wherever a `loss_agg_mode` is named.
+
+        register_mode("sqrt-length", lambda n_s, c: 1 / (c.num_seqs * n_s.sqrt()))
+
+    Every rank must register it, and a command line finds it through the environment variable
+    `MEGATRON_LOSSAGG_IMPORT`, a comma-separated list of modules to import.
+
+    Args:
+        name: its `loss_agg_mode`.
+        sequence_factor: (n_s float64 [n], ModeInputs) -> the weight of a valid token of each
+            sequence, float64, broadcastable to [n]. What it gives for n_s = 0 is not used.
+        checksum: see `AggregationMode`.
+        divisor: see `AggregationMode`; without it the mode cannot be deferred.
+        needs_units: see `AggregationMode`.
+
+    Raises:
+        ValueError: a mode of that name exists. TypeError: no text, or nothing callable.
+    """
+    if not isinstance(name, str) or not name or not callable(sequence_factor):
+        raise TypeError(
+            "register_mode expects a name and a function (n_s, counts) -> weight per sequence, got "
+            f"{name!r} and {type(sequence_factor).__name__}."
+        )
+    mode = AggregationMode(name, sequence_factor, checksum, needs_units, divisor)
+    if name in _MODES:
+        raise ValueError(f"register_mode: {name!r} exists already; choose another name.")
+    _MODES[name] = mode
+    return mode
+
+
+def _import_registered() -> None:
+    """Import the modules that register modes, once."""
+    names = os.environ.get("MEGATRON_LOSSAGG_IMPORT", "")
+    for module in filter(None, (name.strip() for name in names.split(","))):
+        importlib.import_module(module)
+
+
 def get_mode(loss_agg_mode: str) -> AggregationMode:
     """Look a mode up by name; raises ValueError naming the known ones."""
+    if isinstance(loss_agg_mode, str) and loss_agg_mode not in _MODES:
+        _import_registered()
     if not isinstance(loss_agg_mode, str) or loss_agg_mode not in _MODES:
         raise ValueError(
             f"Unknown loss_agg_mode {loss_agg_mode!r}; expected one of {', '.join(_MODES)}."
@@ -276,9 +326,10 @@ class ModeSpec:
         """Whether sequences must carry `unit_ids`."""
         return get_mode(self.loss_agg_mode).needs_units
 
-    def checksum(self, counts: GlobalCounts) -> Tensor:
-        """The sum of all weights of the global batch, float64, shape []."""
-        return get_mode(self.loss_agg_mode).checksum(self.inputs(counts, counts.num_tokens.device))
+    def checksum(self, counts: GlobalCounts) -> Tensor | None:
+        """The sum of all weights of the global batch, float64, shape []; None: not told by them."""
+        checksum = get_mode(self.loss_agg_mode).checksum
+        return None if checksum is None else checksum(self.inputs(counts, counts.num_tokens.device))
 
     def divisor(self, counts: GlobalCounts) -> Tensor | None:
         """The count that every weight of the mode is divided by, float64 []; None: there is none.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.loss import check_token_losses, masked_weighted_sum
+from megatron_lossagg.modes import get_mode
 from megatron_lossagg.terms import LossTerm, Weighting
 
 MAIN_MASK = "loss_mask"
@@ -97,6 +98,11 @@ class Objective:
     def mask_keys(self) -> tuple[str, ...]:
         """The distinct masks, the main one first."""
         return tuple(dict.fromkeys(w.mask_key for w in self.weightings))
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether every mode tells the sum of its weights from counts alone."""
+        return all(get_mode(w.spec.loss_agg_mode).checksum is not None for w in self.weightings)
 
     @property
     def identity(self) -> tuple[Any, ...]:

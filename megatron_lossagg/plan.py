@@ -145,10 +145,25 @@ class WeightPlan:
             check_given_counts(self.counts_of(mask_key), self._local, slot)
 
     def expected_weight_sums(self) -> Tensor:
-        """Each mode's checksum, times T under R3; float64, shape [number of weightings]."""
-        sums = [w.spec.checksum(self.counts_of(w.mask_key)) for w in self._options.weightings]
+        """Each mode's checksum, times T under R3; float64, shape [number of weightings].
+
+        NaN for a mode without a checksum: `planned_weight_sums`, summed over ranks, stands in.
+        """
+        sums = []
+        for weighting in self._options.weightings:
+            checksum = weighting.spec.checksum(self.counts_of(weighting.mask_key))
+            nan = torch.full_like(self.counts.num_tokens, float("nan"), dtype=torch.float64)
+            sums.append(nan if checksum is None else checksum)
         times = self._times()
         return torch.stack(sums) if times is None else torch.stack(sums) * times
+
+    def planned_weight_sums(self) -> Tensor:
+        """The sums of this rank's weights before any slicing; float64 [number of weightings]."""
+        per_microbatch = [
+            torch.stack([w.sum(dtype=torch.float64) for w in self.weights(index)])
+            for index in range(len(self))
+        ]
+        return torch.stack(per_microbatch).sum(dim=0)
 
     def _times(self) -> Tensor | None:
         """T in R3, where finalize divides by it; it divides by nothing if T is 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -125,11 +126,14 @@ def check_with_others(
     *,
     num_weightings: int,
     check_sum: bool,
+    compare_with_plan: bool = False,
+    plan_copies: int = 1,
 ) -> None:
     """Compare sums of all weights with the modes' checksums: one all-reduce over dp x cp.
 
     Only ranks of the last pipeline stage call it, all of them, also those that found a problem:
-    then every rank raises and none waits for the others.
+    then every rank raises and none waits for the others. `compare_with_plan` is set on all ranks if
+    a mode has no checksum; a plan's weights are on `plan_copies` context-parallel ranks.
     """
     fallback = record.weight_sums[0].device if record.weight_sums else torch.device("cpu")
     device = communication_device(groups.dp_cp, fallback)
@@ -138,10 +142,14 @@ def check_with_others(
         if record.weight_sums
         else torch.zeros(num_weightings, dtype=torch.float64)
     )
+    planned = torch.zeros(num_weightings, dtype=torch.float64)
+    if compare_with_plan and isinstance(plan, WeightPlan):
+        planned = plan.planned_weight_sums()
     has_problem = torch.tensor([float(bool(problems))], dtype=torch.float64)
-    totals = torch.cat([weight_sum.to(device), has_problem.to(device)])
+    totals = torch.cat([weight_sum.to(device), planned.to(device), has_problem.to(device)])
     all_reduce_sum(totals, groups.dp_cp)
-    *found, num_ranks_with_problems = totals.tolist()
+    *sums, num_ranks_with_problems = totals.tolist()
+    found, planned_sums = sums[:num_weightings], sums[num_weightings:]
     raise_problems(problems)
     if num_ranks_with_problems:
         raise LossAggError(
@@ -151,8 +159,10 @@ def check_with_others(
     expected = plan.expected_weight_sums() if plan is not None and check_sum else None
     if expected is None:
         return
-    for index, (checksum, weight_total) in enumerate(zip(expected.tolist(), found, strict=True)):
-        _check_sum(weight_total / contract.cp_copies, checksum, index, record, contract)
+    for index, checksum in enumerate(expected.tolist()):
+        if math.isnan(checksum):  # a registered mode without one; whole masks are on all C ranks
+            checksum = planned_sums[index] / plan_copies
+        _check_sum(found[index] / contract.cp_copies, checksum, index, record, contract)
 
 
 def _check_sum(

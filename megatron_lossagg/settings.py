@@ -122,6 +122,7 @@ class Settings:
             groups=self.current_groups(),
             weights_keys=self.objective.weights_keys(self.weights_key),
             reports_counts=self.reports_counts,
+            plan_copies=1 if self.masks_are_cp_sliced else contract.cp_size,
             # A replayed CUDA graph does not enter Python; hybrid context parallelism calls once per
             # sample that it assigned to this rank.
             counts_loss_calls=not (replayed or uses_hybrid_cp(self.model_config)),

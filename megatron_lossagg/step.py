@@ -39,6 +39,7 @@ class StepContext:
         groups: the process groups.
         weights_keys: the fields that carry the weights of each of the objective's weightings.
         reports_counts: whether `report` also tells the counts of the global batch.
+        plan_copies: on how many context-parallel ranks the plan has each token.
         counts_loss_calls: whether `loss_func` runs once per microbatch, in Python.
         sees_weights: whether it runs in Python, so that the weights it saw can be summed.
         divides_later: the weights lack their global divisor: gradients and reports get it when
@@ -51,6 +52,7 @@ class StepContext:
     groups: ParallelGroups
     weights_keys: tuple[str, ...]
     reports_counts: bool = False
+    plan_copies: int = 1
     counts_loss_calls: bool = True
     sees_weights: bool = True
     divides_later: bool = False
@@ -261,6 +263,8 @@ class Step:
             groups,
             num_weightings=len(context.weights_keys),
             check_sum=context.sees_weights,
+            compare_with_plan=not context.objective.has_checksums,
+            plan_copies=context.plan_copies,
         )
 
     def _count_problems(self) -> list[str]:

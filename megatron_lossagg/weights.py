@@ -105,6 +105,8 @@ def weights_of_sequences(
     """
     inputs = spec.inputs(counts, sequences.valid.device, unit_of_seq)
     factor = get_mode(spec.loss_agg_mode).sequence_factor(sequences.num_tokens.double(), inputs)
+    # A factor of a sequence without tokens may be anything, also inf.
+    factor = torch.where(sequences.num_tokens > 0, factor, 0.0)
     if times is not None:
         factor = factor * times.to(factor.device)
     # A product of finite numbers: cheaper than a selection, and just as exact.

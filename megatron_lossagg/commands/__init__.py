@@ -1,5 +1,8 @@
 """The subcommands of `megatron-lossagg`, one module each."""
 
+import os
+from typing import Annotated
+
 import typer
 
 from megatron_lossagg.commands.doctor import doctor
@@ -15,3 +18,15 @@ app = typer.Typer(
 app.command()(verify)
 app.command()(doctor)
 app.command()(modes)
+
+
+@app.callback()
+def main(
+    import_modules: Annotated[
+        str | None,
+        typer.Option("--import", help="Modules that register modes, separated by commas."),
+    ] = None,
+) -> None:
+    """Loss aggregation for RL on Megatron-Core, exact in every parallel layout."""
+    if import_modules is not None:
+        os.environ["MEGATRON_LOSSAGG_IMPORT"] = import_modules  # ranks inherit it
