@@ -1,0 +1,122 @@
+"""Property: the plugin leaves the loss of multi-token prediction alone, and counts its own right.
+
+Real MTP layers. What they leave in the gradient is compared with a `loss_func` by hand; the
+gradient of the main loss is compared with plain autograd in one process, to float32's accuracy,
+since Megatron's own cross entropy computes in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from own_losses import MODES, ByHand, WithPlugin, norm, run_plans, with_units
+
+from megatron_lossagg.schedule_probe import mtp_loss_is_finite_without_tokens
+from megatron_lossagg.testing import RankFailure
+from megatron_lossagg.testing.gradients import relative_error
+from megatron_lossagg.testing.layout import Layout
+from megatron_lossagg.testing.model_chunks import token_log_probs
+from megatron_lossagg.testing.reference import reference_run
+from megatron_lossagg.testing.tiny_gpt import TinyGPT
+from megatron_lossagg.testing.verification import standard_batch
+
+PER_TOKEN = {"R1": False, "R3": True}
+LONG = pytest.mark.conformance
+MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
+GPT = TinyGPT(num_layers=2, position_embedding_type="none", overrides=MTP)
+
+
+def model_losses(output, batch):
+    """The model's own token losses; in float64 from here on."""
+    return output.double()
+
+
+def negative_log_probs(logits, batch):
+    return -token_log_probs(logits, batch["labels"])
+
+
+def plugin_plans(**fields):
+    plans = [WithPlugin(model_losses, m, tuple(o.items()), **fields) for m, o in MODES]
+    if fields.get("planning") == "adapter":
+        return [plan for plan in plans if not plan.loss_agg_mode.startswith("unit")]
+    return plans
+
+
+def run(pool, text, regime, plans, gpt=GPT):
+    """(gradient of the whole model, report) of every plan, from rank 0."""
+    layout = Layout.parse(text)
+    batch = with_units(standard_batch(layout))
+    return pool.run(
+        run_plans, batch, layout, gpt, PER_TOKEN[regime], plans, world_size=layout.world_size
+    )[0]
+
+
+@pytest.fixture(scope="module")
+def regimes(rank_pool):
+    """Where the plugin accepts MTP with the installed Megatron."""
+    [is_finite] = rank_pool.run(mtp_loss_is_finite_without_tokens, world_size=1)
+    return ("R1", "R3") if is_finite else ("R3",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "C=2 M=4",
+        *(
+            pytest.param(text, marks=LONG)
+            for text in (
+                "D=2 M=1",
+                "D=2 M=4",
+                "C=2 D=2 M=1",
+                "C=2 D=2 M=4",
+                "PP=2 D=2 M=4",
+                "PP=2 C=2 M=4",
+                "TP=2 D=2 M=4",
+            )
+        ),
+    ],
+)
+def test_mtp_losses_are_the_same_with_the_plugin(rank_pool, regimes, text):
+    """Main loss zeroed: every mode leaves the gradient of a loss_func by hand.
+
+    With the adapter, weights ride in the field from which the model takes its 0/1 mask.
+    """
+    plans = [*plugin_plans(), *plugin_plans(planning="adapter")]
+    for regime in regimes:
+        (expected, _), *results = run(rank_pool, text, regime, [ByHand(model_losses), *plans])
+        for part in ("mtp.layers.0", "decoder", "word_embeddings", "output_layer"):
+            assert norm(expected, part) > 0.01 * norm(expected), part
+        for plan, (gradients, _) in zip(plans, results, strict=True):
+            assert relative_error(gradients, expected) <= 1e-12, (regime, plan)
+
+
+@pytest.mark.parametrize("text", ["D=2 M=2", pytest.param("C=2 D=2 M=4", marks=LONG)])
+def test_both_losses_add_up(rank_pool, regimes, text):
+    """Gradient with the main loss minus that without it is the reference's gradient of J."""
+    batch = with_units(standard_batch(Layout.parse(text)))
+    plain = replace(GPT, overrides={})
+    for regime in regimes:
+        plans = plugin_plans(factor=1.0)
+        zeroed, *results = run(rank_pool, text, regime, [replace(plans[0], factor=0.0), *plans])
+        for (mode, options), (gradients, report) in zip(MODES, results, strict=True):
+            [(loss, expected)] = rank_pool.run(
+                reference_run, plain, batch, negative_log_probs, mode, world_size=1, **options
+            )
+            main = {name: gradient - zeroed[0][name] for name, gradient in gradients.items()}
+            assert norm(main, "mtp.") <= 1e-6 * norm(main)
+            main = {name: gradient for name, gradient in main.items() if "mtp." not in name}
+            assert relative_error(main, expected) <= 1e-6, (regime, mode)
+            assert report == pytest.approx(loss, rel=1e-6)
+
+
+def test_mtp_without_the_flag(rank_pool, regimes):
+    """Refused exactly where the model itself gives NaN on the batch's fully masked microbatch."""
+    [(gradients, _)] = run(rank_pool, "D=1 M=2", "R1", [ByHand(model_losses)])
+    is_finite = all(torch.isfinite(gradient).all() for gradient in gradients.values())
+    assert is_finite == ("R1" in regimes)
+    if not is_finite:
+        message = "mtp_num_layers with .*=False: .* gives NaN .*Set calculate_per_token_loss=True"
+        with pytest.raises(RankFailure, match=message):
+            run(rank_pool, "D=1 M=2", "R1", plugin_plans()[:1])
