@@ -68,7 +68,7 @@ class ByHand:
 class WithPlugin:
     """`LossAggregator`, with all its checks; `factor` multiplies the token losses.
 
-    `planning` is "begin_step", or "adapter" for `make_forward_step` of the Megatron-LM adapter.
+    `planning` is "begin_step", "wrap", or "adapter" for the Megatron-LM adapter.
     """
 
     token_losses: Callable[..., torch.Tensor]
@@ -86,37 +86,44 @@ class WithPlugin:
             loss_agg_mode=self.loss_agg_mode,
             model_config=context.model_config,
             returns=self.returns,
-            weights_key="loss_mask" if self.planning == "adapter" else "loss_weights",
+            weights_key="loss_weights" if self.planning == "begin_step" else "loss_mask",
             weight_dtype=torch.float64,
             **dict(self.options),
         )
+        num_microbatches = context.layout.num_microbatches
+        data = [iter(context.microbatches) for _ in context.chunks]
         if self.planning == "adapter":
-            return self._adapted(context, aggregator)
-        step = aggregator.begin_step(
-            context.microbatches,
-            num_units=num_units(context) if self.loss_agg_mode.startswith("unit") else None,
-        )
+            forward_step = make_forward_step(
+                aggregator,
+                lambda data_iterator: slice_for_cp(next(data_iterator)),
+                num_microbatches=num_microbatches,
+            )
+            return StepPlan(forward_step, data if len(data) > 1 else data[0], num_microbatches)
+        if self.planning == "wrap":
+            loss_func, finish = aggregator.loss_func, None
+            data = aggregator.wrap(data, num_microbatches=num_microbatches)
+        else:
+            units = num_units(context) if self.loss_agg_mode.startswith("unit") else None
+            step = aggregator.begin_step(context.microbatches, num_units=units)
+            data = step.data_iterator(len(context.chunks))
+            loss_func, finish = step.loss_func, partial(checked_report, step)
 
         def forward_step(data_iterator, model):
             batch = slice_for_cp(next(data_iterator))
-            return call_model(model, batch), partial(step.loss_func, batch)
+            return call_model(model, batch), partial(loss_func, batch)
 
-        def finish(store):
-            step.validate()
-            return step.report(store)["loss"]
+        return StepPlan(forward_step, data, num_microbatches, finish)
 
-        data = step.data_iterator(len(context.chunks))
-        return StepPlan(forward_step, data, step.num_microbatches, finish)
 
-    def _adapted(self, context, aggregator):
-        num_microbatches = context.layout.num_microbatches
-        forward_step = make_forward_step(
-            aggregator,
-            lambda data_iterator: slice_for_cp(next(data_iterator)),
-            num_microbatches=num_microbatches,
-        )
-        data = [iter(context.microbatches) for _ in context.chunks]
-        return StepPlan(forward_step, data if len(data) > 1 else data[0], num_microbatches)
+def deferred(token_losses):
+    """What R3 also allows: counts that are known at the end."""
+    options = (("denominators", "deferred"),)
+    return WithPlugin(token_losses, "token-mean", options, planning="wrap")
+
+
+def checked_report(step, store):
+    step.validate()
+    return step.report(store)["loss"]
 
 
 def set_grad_scale(context, grad_scale):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from own_losses import MODES, ByHand, WithPlugin, norm, run_plans, with_units
+from own_losses import MODES, ByHand, WithPlugin, deferred, norm, run_plans, with_units
 
 from megatron_lossagg.schedule_probe import mtp_loss_is_finite_without_tokens
 from megatron_lossagg.testing import RankFailure
@@ -44,12 +44,12 @@ def plugin_plans(**fields):
     return plans
 
 
-def run(pool, text, regime, plans, gpt=GPT):
+def run(pool, text, regime, plans, **options):
     """(gradient of the whole model, report) of every plan, from rank 0."""
     layout = Layout.parse(text)
-    batch = with_units(standard_batch(layout))
+    batch, per_token = with_units(standard_batch(layout)), PER_TOKEN[regime]
     return pool.run(
-        run_plans, batch, layout, gpt, PER_TOKEN[regime], plans, world_size=layout.world_size
+        run_plans, batch, layout, GPT, per_token, plans, world_size=layout.world_size, **options
     )[0]
 
 
@@ -83,13 +83,27 @@ def test_mtp_losses_are_the_same_with_the_plugin(rank_pool, regimes, text):
 
     With the adapter, weights ride in the field from which the model takes its 0/1 mask.
     """
-    plans = [*plugin_plans(), *plugin_plans(planning="adapter")]
     for regime in regimes:
+        plans = [*plugin_plans(), *plugin_plans(planning="adapter")]
+        if regime == "R3":
+            plans.append(deferred(model_losses))
         (expected, _), *results = run(rank_pool, text, regime, [ByHand(model_losses), *plans])
         for part in ("mtp.layers.0", "decoder", "word_embeddings", "output_layer"):
             assert norm(expected, part) > 0.01 * norm(expected), part
         for plan, (gradients, _) in zip(plans, results, strict=True):
             assert relative_error(gradients, expected) <= 1e-12, (regime, plan)
+
+
+def test_loss_scaling(rank_pool, regimes):
+    """grad_scale_func multiplies the MTP loss too, with and without the plugin."""
+    by_hand = ByHand(model_losses)
+    plan = WithPlugin(model_losses, "seq-mean-token-sum", grad_scale=1024.0)
+    for regime in regimes:
+        plain, scaled, with_plugin = run(
+            rank_pool, "D=2 M=4", regime, [by_hand, replace(by_hand, grad_scale=1024.0), plan]
+        )
+        assert relative_error(scaled[0], {n: 1024 * g for n, g in plain[0].items()}) <= 1e-12
+        assert relative_error(with_plugin[0], scaled[0]) <= 1e-12
 
 
 @pytest.mark.parametrize("text", ["D=2 M=2", pytest.param("C=2 D=2 M=4", marks=LONG)])
@@ -100,15 +114,18 @@ def test_both_losses_add_up(rank_pool, regimes, text):
     for regime in regimes:
         plans = plugin_plans(factor=1.0)
         zeroed, *results = run(rank_pool, text, regime, [replace(plans[0], factor=0.0), *plans])
-        for (mode, options), (gradients, report) in zip(MODES, results, strict=True):
+        evaluated = run(rank_pool, text, regime, plans, forward_only=True)
+        for index, (mode, options) in enumerate(MODES):
             [(loss, expected)] = rank_pool.run(
                 reference_run, plain, batch, negative_log_probs, mode, world_size=1, **options
             )
+            gradients, report = results[index]
             main = {name: gradient - zeroed[0][name] for name, gradient in gradients.items()}
             assert norm(main, "mtp.") <= 1e-6 * norm(main)
             main = {name: gradient for name, gradient in main.items() if "mtp." not in name}
             assert relative_error(main, expected) <= 1e-6, (regime, mode)
             assert report == pytest.approx(loss, rel=1e-6)
+            assert evaluated[index][1] == pytest.approx(report, rel=1e-12), "forward_only"
 
 
 def test_mtp_without_the_flag(rank_pool, regimes):
