@@ -12,6 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 from own_losses import MODES, ByHand, WithPlugin, deferred, norm, run_plans, with_units
+from test_moe import moe_gpt
+from test_options import RECOMPUTE
 
 from megatron_lossagg.schedule_probe import mtp_loss_is_finite_without_tokens
 from megatron_lossagg.testing import RankFailure
@@ -44,12 +46,12 @@ def plugin_plans(**fields):
     return plans
 
 
-def run(pool, text, regime, plans, **options):
+def run(pool, text, regime, plans, gpt=GPT, **options):
     """(gradient of the whole model, report) of every plan, from rank 0."""
     layout = Layout.parse(text)
     batch, per_token = with_units(standard_batch(layout)), PER_TOKEN[regime]
     return pool.run(
-        run_plans, batch, layout, GPT, per_token, plans, world_size=layout.world_size, **options
+        run_plans, batch, layout, gpt, per_token, plans, world_size=layout.world_size, **options
     )[0]
 
 
@@ -90,6 +92,23 @@ def test_mtp_losses_are_the_same_with_the_plugin(rank_pool, regimes, text):
         (expected, _), *results = run(rank_pool, text, regime, [ByHand(model_losses), *plans])
         for part in ("mtp.layers.0", "decoder", "word_embeddings", "output_layer"):
             assert norm(expected, part) > 0.01 * norm(expected), part
+        for plan, (gradients, _) in zip(plans, results, strict=True):
+            assert relative_error(gradients, expected) <= 1e-12, (regime, plan)
+
+
+@LONG
+@pytest.mark.parametrize("recompute", [{}, RECOMPUTE["full"]], ids=["plain", "recompute"])
+@pytest.mark.parametrize("text", ["EP=2 D=2 M=4", "EP=2 C=2 D=2 M=1"])
+def test_mtp_layers_with_experts(rank_pool, regimes, text, recompute):
+    """Both losses of Megatron's own at once, experts in the MTP layer too."""
+    gpt = replace(GPT, overrides={**MTP, **moe_gpt().overrides, **recompute})
+    for regime in regimes:
+        plans = plugin_plans()
+        (expected, _), *results = run(
+            rank_pool, text, regime, [ByHand(model_losses), *plans], gpt=gpt
+        )
+        for part in ("mtp.layers.0.", "router", "local_experts.3.", "decoder"):
+            assert norm(expected, part) > 1e-6 * norm(expected), part
         for plan, (gradients, _) in zip(plans, results, strict=True):
             assert relative_error(gradients, expected) <= 1e-12, (regime, plan)
 
