@@ -7,7 +7,10 @@ from typing import Any
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.modes import ModeSpec, get_mode
-from megatron_lossagg.schedule_probe import num_tokens_are_summed_over_cp
+from megatron_lossagg.schedule_probe import (
+    mtp_loss_is_finite_without_tokens,
+    num_tokens_are_summed_over_cp,
+)
 
 
 def refuse_unproved(model_config: Any, regime: str, groups: ParallelGroups, local: bool) -> None:
@@ -35,11 +38,14 @@ def refuse_unproved(model_config: Any, regime: str, groups: ParallelGroups, loca
 
 
 def _refuse_mtp(model_config: Any, regime: str) -> None:
-    if getattr(model_config, "mtp_num_layers", None) and regime in ("R1", "R2"):
+    if not getattr(model_config, "mtp_num_layers", None) or regime not in ("R1", "R2"):
+        return
+    if not mtp_loss_is_finite_without_tokens():
         raise LossAggError(
-            "mtp_num_layers with calculate_per_token_loss=False: Megatron divides the multi-token "
-            "prediction loss by the local token count, which gives NaN on a fully masked "
-            "microbatch. Set calculate_per_token_loss=True."
+            "mtp_num_layers with calculate_per_token_loss=False: the installed Megatron-Core "
+            "divides the multi-token prediction loss by the local token count, which gives NaN on "
+            "a fully masked microbatch. Set calculate_per_token_loss=True, or use megatron-core "
+            "0.17 or newer."
         )
 
 

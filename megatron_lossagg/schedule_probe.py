@@ -65,3 +65,52 @@ def num_tokens_are_summed_over_cp() -> bool:
     except (OSError, TypeError):
         return True
     return "dp_cp" in source or "with_context_parallel=True" in source
+
+
+@lru_cache
+def mtp_loss_is_finite_without_tokens() -> bool:
+    """Whether a fully masked microbatch has a finite multi-token prediction gradient (R1, R2).
+
+    There Megatron divides that loss by the tokens of the microbatch. This calls Megatron's own
+    function with one masked token. A release that computes the loss inside of the model has no
+    such function and, as far as is known, divides by 0. Does not communicate.
+    """
+    import torch
+
+    try:
+        from megatron.core.transformer.multi_token_prediction import (
+            MTPLossAutoScaler,
+            process_mtp_loss,
+        )
+    except ImportError:
+        return False
+    config = SimpleNamespace(
+        mtp_num_layers=1,
+        mtp_loss_scaling_factor=1.0,
+        mtp_detach_heads=False,
+        calculate_per_token_loss=False,
+    )
+    hidden_states = torch.ones(2, 1, 1, requires_grad=True)
+    scale = MTPLossAutoScaler.main_loss_backward_scale
+    try:
+        # The schedule may have left a scale on another device.
+        MTPLossAutoScaler.set_loss_scale(torch.ones(()))
+        with torch.enable_grad():
+            output = process_mtp_loss(
+                hidden_states=hidden_states,
+                labels=torch.zeros(1, 1, dtype=torch.int64),
+                loss_mask=torch.zeros(1, 1),
+                output_layer=lambda hidden, **kwargs: (hidden, None),
+                output_weight=None,
+                runtime_gather_output=None,
+                is_training=False,
+                compute_language_model_loss=lambda labels, logits: logits[..., 0].t(),
+                config=config,
+            )
+            output.sum().backward()
+    except (AttributeError, TypeError):  # a function of another shape: nothing is known of it
+        return False
+    finally:
+        MTPLossAutoScaler.set_loss_scale(scale)
+    gradient = hidden_states.grad
+    return gradient is not None and bool(torch.isfinite(gradient).all())

@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.testing.parameter_names import named_parameters, sharded_dim
+from megatron_lossagg.testing.parameter_names import (
+    named_parameters,
+    sharded_dim,
+    tensor_parallel_place,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class Shard:
     Attributes:
         tensor: on the CPU.
         dim: dimension along which tensor parallelism splits it; None if replicated.
-        tp_rank: which part this is.
+        tp_rank: which part this is, of those of its tensor-parallel (or expert-tensor-parallel)
+            group.
         rank: global rank, for messages.
     """
 
@@ -38,7 +43,7 @@ class Shard:
 def whole_model_gradient(
     chunks: list[Any], *, tolerance: float = 0.0, to_all_ranks: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Communicates over the world group: the gradient of all parameters.
+    """Communicates over the world group: the gradient of all parameters, of all experts too.
 
     Read from `main_grad` of chunks in DDP, from `grad` (zero where None) of others. With Megatron's
     distributed optimizer `main_grad` is valid on the owning shard only; the shards are gathered
@@ -145,34 +150,31 @@ class _RankShards:
     """All shards of one rank: tensors of one dtype are one tensor, since pickling each is slow."""
 
     rank: int
-    tp_rank: int
-    entries: list[tuple[str, torch.Size, int | None, torch.dtype]]
+    entries: list[tuple[str, torch.Size, int | None, int, torch.dtype]]
     flat: dict[torch.dtype, torch.Tensor]
 
     def shards(self) -> Iterator[tuple[str, Shard]]:
         starts = dict.fromkeys(self.flat, 0)
-        for name, shape, dim, dtype in self.entries:
+        for name, shape, dim, tp_rank, dtype in self.entries:
             start = starts[dtype]
             starts[dtype] += shape.numel()
             tensor = self.flat[dtype][start : starts[dtype]].view(shape)
-            yield name, Shard(tensor, dim, self.tp_rank, self.rank)
+            yield name, Shard(tensor, dim, tp_rank, self.rank)
 
 
 def _flatten(
     chunks: list[Any], tensor_of: Callable[[torch.nn.Parameter], torch.Tensor]
 ) -> _RankShards:
-    from megatron.core import parallel_state
-
     entries = []
     by_dtype = defaultdict(list)
     for chunk in chunks:
         for name, parameter in named_parameters(chunk):
             tensor = tensor_of(parameter).detach()
-            entries.append((name, tensor.shape, sharded_dim(parameter), tensor.dtype))
+            tp_rank, _ = tensor_parallel_place(name)
+            entries.append((name, tensor.shape, sharded_dim(parameter), tp_rank, tensor.dtype))
             by_dtype[tensor.dtype].append(tensor.reshape(-1))
     return _RankShards(
         rank=dist.get_rank(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         entries=entries,
         flat={dtype: torch.cat(tensors).cpu() for dtype, tensors in by_dtype.items()},
     )

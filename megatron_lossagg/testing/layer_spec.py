@@ -61,6 +61,33 @@ def block_spec(config: Any, vp_stage: int | None) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TorchNorm)
 
 
+def mtp_spec(config: Any, block: Any, vp_stage: int | None) -> Any:
+    """The multi-token prediction layers of one chunk, built like the last layer of its block.
+
+    Args:
+        config: a `TransformerConfig`; only `mtp_num_layers` is looked at.
+        block: what `block_spec` gave.
+        vp_stage: as in `block_spec`.
+
+    Returns:
+        Megatron's `MultiTokenPredictionBlockSubmodules`; None on a chunk without such layers.
+    """
+    if not config.mtp_num_layers:
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    spec = get_gpt_mtp_block_spec(
+        config,
+        block,
+        use_transformer_engine=False,
+        **supported_arguments(get_gpt_mtp_block_spec, vp_stage=vp_stage),
+    )
+    for layer in spec.layer_specs if spec is not None else ():
+        norms = layer.submodules
+        norms.enorm = norms.hnorm = norms.layer_norm = TorchNorm
+    return spec
+
+
 def supported_arguments(function: Any, **kwargs: Any) -> dict[str, Any]:
     """Those keyword arguments that the installed Megatron's function knows."""
     known = inspect.signature(function).parameters

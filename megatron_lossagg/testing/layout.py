@@ -9,6 +9,7 @@ _KEYS = {
     "PP": "pp",
     "VPP": "vpp",
     "C": "cp",
+    "EP": "ep",
     "D": "dp",
     "SP": "sequence_parallel",
     "M": "num_microbatches",
@@ -25,6 +26,8 @@ class Layout:
         pp: pipeline-parallel size.
         vpp: model chunks per pipeline rank; more than 1 needs `pp` > 1, `num_microbatches` >= pp.
         cp: context-parallel size C.
+        ep: expert-parallel size. Its ranks are among the D * C * TP ranks of a pipeline stage, and
+            with `ep` > 1 tensor parallelism does not split the matrices of an expert.
         num_microbatches: microbatches M per data-parallel rank and step.
         sequence_parallel: whether activations between tensor-parallel regions are sharded; needs
             `tp` > 1.
@@ -35,12 +38,13 @@ class Layout:
     pp: int = 1
     vpp: int = 1
     cp: int = 1
+    ep: int = 1
     num_microbatches: int = 1
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         """Check the sizes, and what Megatron's schedules demand of them."""
-        for name in ("dp", "tp", "pp", "vpp", "cp", "num_microbatches"):
+        for name in ("dp", "tp", "pp", "vpp", "cp", "ep", "num_microbatches"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"Layout: {name} must be an int of at least 1, got {size!r}")
@@ -55,6 +59,12 @@ class Layout:
             )
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("Layout: sequence_parallel needs tp > 1, got tp=1")
+        ranks_per_stage = self.dp * self.cp * self.tp
+        if ranks_per_stage % self.ep:
+            raise ValueError(
+                f"Layout: ep must divide dp * cp * tp = {ranks_per_stage}, the ranks of a pipeline "
+                f"stage, got ep={self.ep}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -66,8 +76,8 @@ class Layout:
         """Read a layout from text such as "PP=2 VPP=2 C=2 D=1 M=4".
 
         Args:
-            text: ``key=number`` pairs, separated by spaces or commas; keys TP, PP, VPP, C, D, M,
-                and SP (0 or 1, sequence parallel), upper or lower case. What is not named is 1.
+            text: ``key=number`` pairs, separated by spaces or commas; keys TP, PP, VPP, C, EP, D,
+                M, and SP (0 or 1, sequence parallel), upper or lower case. What is not named is 1.
         """
         expected = f"expected pairs like 'PP=2 VPP=2 C=2 D=1 M=4' with keys {', '.join(_KEYS)}"
         sizes: dict[str, int] = {}

@@ -8,10 +8,15 @@ from typing import Any
 
 import torch
 
-from megatron_lossagg.testing.layer_spec import block_spec, supported_arguments
+from megatron_lossagg.testing.layer_spec import block_spec, mtp_spec, supported_arguments
 from megatron_lossagg.testing.layout import Layout
 from megatron_lossagg.testing.parallel import current_device, initialize_model_parallel
-from megatron_lossagg.testing.parameter_names import named_parameters, sharded_dim, unwrap
+from megatron_lossagg.testing.parameter_names import (
+    named_parameters,
+    sharded_dim,
+    tensor_parallel_place,
+    unwrap,
+)
 from megatron_lossagg.testing.tiny_gpt import TinyGPT, check_p2p_is_safe, transformer_config
 
 
@@ -40,6 +45,8 @@ def build_model_chunks(
     Returns:
         One chunk per virtual stage. A chunk takes (tokens, position_ids, None) of shape [b, s] and
         gives vocab-parallel logits [b, s, vocab / TP] on the last stage; see `token_log_probs`.
+        With multi-token prediction it also needs labels and a loss_mask of 0 and 1, [b, s], and
+        gives Megatron's own token losses [b, s], which are computed in float32.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -55,14 +62,17 @@ def build_model_chunks(
         vp_stage = stage if layout.vpp > 1 else None
         if vp_stage is not None:  # releases before 0.13 ask parallel_state which chunk is built
             parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+        block = block_spec(config, vp_stage)
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, vp_stage),
+            transformer_layer_spec=block,
             vocab_size=gpt.vocab_size,
             max_sequence_length=gpt.max_sequence_length,
             pre_process=pp_rank == 0 and stage == 0,
             post_process=pp_rank == layout.pp - 1 and stage == layout.vpp - 1,
             share_embeddings_and_output_weights=gpt.share_embeddings,
+            position_embedding_type=gpt.position_embedding_type,
+            mtp_block_spec=mtp_spec(config, block, vp_stage),
             **supported_arguments(GPTModel, vp_stage=vp_stage),
         )
         # Megatron makes the position embeddings in float32 whatever params_dtype says.
@@ -123,11 +133,8 @@ def initialize_by_name(model: Any, gpt: TinyGPT) -> None:
         model: one chunk, not wrapped.
         gpt: seed and standard deviation.
     """
-    from megatron.core import parallel_state
-
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in named_parameters(model):
+        tp_rank, tp_size = tensor_parallel_place(name)
         dim = sharded_dim(parameter)
         shape = list(parameter.shape)
         if dim is not None:

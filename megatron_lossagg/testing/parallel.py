@@ -144,6 +144,8 @@ def _initialize_groups(parallel_state: Any, layout: Layout) -> None:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1 if layout.ep > 1 else None,
     )
 
 

@@ -19,7 +19,7 @@ from megatron_lossagg.testing.layout import Layout
 class TinyGPT:
     """What the model is, apart from how it is spread over ranks.
 
-    Learned absolute positions, GELU, no dropout, no fusions, no Transformer Engine.
+    GELU, no dropout, no fusions, no Transformer Engine.
 
     Attributes:
         num_layers: a multiple of PP * VPP.
@@ -31,7 +31,10 @@ class TinyGPT:
         seed: changes all weights.
         init_std: standard deviation of the weights; norms are drawn around 1, biases around 0.
         share_embeddings: whether the output layer uses the word embeddings.
-        overrides: more fields of Megatron's `TransformerConfig`, such as ``num_moe_experts``.
+        position_embedding_type: "learned_absolute", or "none" (causal attention alone tells
+            positions apart). Megatron has no learned positions with multi-token prediction.
+        overrides: more fields of Megatron's `TransformerConfig`, such as ``num_moe_experts`` or
+            ``mtp_num_layers``.
     """
 
     num_layers: int = 4
@@ -43,12 +46,19 @@ class TinyGPT:
     seed: int = 0
     init_std: float = 0.2
     share_embeddings: bool = False
+    position_embedding_type: str = "learned_absolute"
     overrides: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def check_fits(self, layout: Layout) -> None:
         """Raise ValueError if the sizes cannot be divided as `layout` wants."""
         if self.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"TinyGPT: dtype must be torch.float32 or float64, got {self.dtype}")
+        if self.overrides.get("mtp_num_layers") and self.position_embedding_type != "none":
+            raise ValueError(
+                "TinyGPT: mtp_num_layers needs position_embedding_type='none', got "
+                f"{self.position_embedding_type!r}: nothing would reduce the gradient of learned "
+                "positions over the stages that use them"
+            )
         stages = layout.pp * layout.vpp
         splits_layers_itself = any("pipeline" in name for name in self.overrides)
         for name, size, divisor, meaning in (
@@ -56,6 +66,7 @@ class TinyGPT:
             ("num_heads", self.num_heads, layout.tp, "TP"),
             ("vocab_size", self.vocab_size, layout.tp, "TP"),
             ("hidden_size", self.hidden_size, self.num_heads, "num_heads"),
+            ("num_moe_experts", self.overrides.get("num_moe_experts") or 1, layout.ep, "EP"),
         ):
             if size % divisor:
                 raise ValueError(
@@ -91,6 +102,8 @@ def transformer_config(
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": 1 if layout.ep > 1 else None,
         "sequence_parallel": layout.sequence_parallel,
         "microbatch_group_size_per_vp_stage": layout.num_microbatches if has_remainder else None,
         "params_dtype": gpt.dtype,

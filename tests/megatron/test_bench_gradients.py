@@ -30,6 +30,7 @@ from megatron_lossagg.testing.parameter_names import named_parameters
 # Sums of some thousand float64 terms in another order.
 _TOLERANCE = 1e-12
 _DENOMINATOR = 7.0
+LONG = pytest.mark.conformance
 _PLAN = SumLossPlan(_DENOMINATOR, weights_key="weights")
 
 # Layouts of one world size together: changing it makes all groups anew.
@@ -133,12 +134,19 @@ def test_uneven_microbatch_sizes(rank_pool, text):
     _check(_run(rank_pool, text, batch), _reference(rank_pool, TinyGPT(), batch))
 
 
-def test_moe_layers(rank_pool):
+@pytest.mark.parametrize(
+    "text", ["PP=2 D=2 M=2", "EP=2 C=2 M=2", pytest.param("TP=4 SP=1 EP=2 M=2", marks=LONG)]
+)
+def test_moe_layers(rank_pool, text):
     """Real MoE layers, top-2 of 4 experts, without an auxiliary loss."""
+    gpt = _moe_gpt()
+    _check(_run(rank_pool, text, gpt=gpt), _reference(rank_pool, gpt, _batch()))
+
+
+def _moe_gpt():
     overrides = {"num_moe_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size": 32}
     overrides |= {"moe_router_load_balancing_type": "none", "moe_router_dtype": "fp64"}
-    gpt = TinyGPT(num_layers=2, overrides=overrides)
-    _check(_run(rank_pool, "PP=2 D=2 M=2", gpt=gpt), _reference(rank_pool, gpt, _batch()))
+    return TinyGPT(num_layers=2, overrides=overrides)
 
 
 def test_repeated_runs_give_equal_bits(rank_pool):
@@ -218,6 +226,21 @@ def test_replicas_that_differ_are_reported(rank_pool):
         rank_pool.run(_disagreeing_parameters, Layout(dp=4))
 
 
+def _a_disagreeing_expert(layout):
+    chunks = build_model_chunks(_moe_gpt(), layout, wrap_with_ddp=False)
+    if torch.distributed.get_rank() == 3:
+        with torch.no_grad():
+            chunks[0].decoder.layers[1].mlp.experts.local_experts[0].linear_fc1.weight.add_(1)
+    return whole_model_parameters(chunks)
+
+
+def test_replicas_of_an_expert_that_differ_are_reported(rank_pool):
+    """Ranks 1 and 3 of four hold experts 2 and 3."""
+    name = r"decoder\.layers\.1\.mlp\.experts\.local_experts\.2\.linear_fc1\.weight"
+    with pytest.raises(RankFailure, match=f"the value of {name} differs .* on ranks 1 and 3"):
+        rank_pool.run(_a_disagreeing_expert, Layout.parse("EP=2 D=4"))
+
+
 class _NaNPlan(SumLossPlan):
     def _loss(self, factor, microbatch, logits, non_loss_data=False):
         return (logits * math.nan).sum(), torch.zeros(())
@@ -249,6 +272,7 @@ def test_misfits_are_explained(rank_pool):
     for text, batch, gpt, match in (
         ("D=2 M=2", _batch(), TinyGPT(), r"the batch is assigned to D=4 M=4, but .* 'D=2 M=2'"),
         ("C=4 M=1", ragged_batch(1, width=12), TinyGPT(), "multiple of 8 .* got 12"),
+        ("EP=2 D=2 M=1", ragged_batch(2, dp=2), TinyGPT(), "num_moe_experts .* of EP = 2, got 1"),
         ("PP=4 M=1", ragged_batch(1), TinyGPT(num_layers=2), r"multiple of PP \* VPP = 4, got 2"),
     ):
         layout = Layout.parse(text)

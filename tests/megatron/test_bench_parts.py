@@ -35,6 +35,8 @@ from megatron_lossagg.testing.tiny_gpt import transformer_config
         ("d=4,m=2", Layout(dp=4, num_microbatches=2), "D=4 M=2"),
         ("TP=2 SP=1", Layout(tp=2, sequence_parallel=True), "TP=2 SP=1 M=1"),
         ("D=1", Layout(), "D=1 M=1"),
+        ("EP=2 D=4", Layout(dp=4, ep=2), "EP=2 D=4 M=1"),
+        ("TP=2 EP=2", Layout(tp=2, ep=2), "TP=2 EP=2 M=1"),
     ],
 )
 def test_layout_text(text, layout, canonical):
@@ -56,6 +58,8 @@ def test_layout_text(text, layout, canonical):
         ("VPP=2", "vpp=2 needs pp > 1, got pp=1"),
         ("PP=4 VPP=2 M=2", "needs num_microbatches >= pp, got num_microbatches=2 and pp=4"),
         ("SP=1", "sequence_parallel needs tp > 1"),
+        ("EP=3 D=2 C=2 TP=2", "ep must divide dp \\* cp \\* tp = 8, .* got ep=3"),
+        ("EP=2 PP=2", "ep must divide dp \\* cp \\* tp = 1"),
     ],
 )
 def test_bad_layouts(text, match):
@@ -65,8 +69,8 @@ def test_bad_layouts(text, match):
 
 
 def test_world_size():
-    """D * TP * PP * C; virtual stages need no ranks."""
-    assert Layout(dp=2, tp=3, pp=5, vpp=2, cp=7, num_microbatches=5).world_size == 210
+    """D * TP * PP * C; virtual stages and expert parallelism need no ranks."""
+    assert Layout(dp=2, tp=3, pp=5, vpp=2, cp=7, ep=6, num_microbatches=5).world_size == 210
 
 
 def test_global_batch_partitions_its_rows():

@@ -263,7 +263,10 @@ def test_step_that_was_never_planned():
             "returns='loss' with",
         ),
         ({"model_config": model_config(hybrid_context_parallel=True)}, "hybrid_context_parallel"),
-        ({"model_config": model_config(mtp_num_layers=1)}, "mtp_num_layers"),
+        (
+            {"model_config": model_config(True, mtp_num_layers=1), "returns": "loss"},
+            "mtp_num_layers set",
+        ),
         (
             {"groups": ParallelGroups(pp=FakeGroup(2, 1), num_virtual_stages=2)},
             "overlap_p2p_comm=True and batch_p2p_comm=False",

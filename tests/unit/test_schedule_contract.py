@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from one_process import FakeGroup, model_config
@@ -91,7 +92,7 @@ def test_R4_is_refused_for_losses_that_nothing_would_divide(size, hook):
 
 
 def test_configurations_that_are_not_supported_are_refused():
-    """Hybrid context parallelism; multi-token prediction with the flag off."""
+    """Hybrid context parallelism outside of R3 with local losses."""
     hybrid = {"hybrid_context_parallel": True}
     for per_token, options in (
         (False, {}),
@@ -102,13 +103,26 @@ def test_configurations_that_are_not_supported_are_refused():
         with pytest.raises(LossAggError, match="hybrid_context_parallel=True in regime R"):
             ScheduleContract.detect(model_config(per_token, **hybrid), ALONE, **options)
     assert ScheduleContract.detect(model_config(True, **hybrid), ALONE).regime == "R3"
-    with pytest.raises(LossAggError, match="mtp_num_layers with .*Set calculate_per_token_loss=T"):
-        ScheduleContract.detect(model_config(False, mtp_num_layers=1), ALONE)
     for config in (
         model_config(True, mtp_num_layers=1),
         model_config(False, mtp_num_layers=None, hybrid_context_parallel=False),
     ):
         ScheduleContract.detect(config, ALONE)
+
+
+@pytest.mark.parametrize("returns", ["loss", "loss_and_num_tokens"])
+@pytest.mark.parametrize("is_finite", [False, True])
+def test_multi_token_prediction_with_the_flag_off(returns, is_finite):
+    """R1 and R2 are refused where the installed Megatron-Core gives NaN without tokens."""
+    probe = "megatron_lossagg.refusals.mtp_loss_is_finite_without_tokens"
+    with mock.patch(probe, return_value=is_finite):
+        config = model_config(False, mtp_num_layers=1)
+        if is_finite:
+            ScheduleContract.detect(config, ALONE, returns=returns)
+            return
+        message = "mtp_num_layers with .* NaN .*Set calculate_per_token_loss=True"
+        with pytest.raises(LossAggError, match=message):
+            ScheduleContract.detect(config, ALONE, returns=returns)
 
 
 def test_interleaved_p2p_that_swaps_messages_is_refused():
