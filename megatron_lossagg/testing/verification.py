@@ -13,6 +13,7 @@ from megatron_lossagg.testing.aggregator_plan import AggregatorPlan, policy_grad
 from megatron_lossagg.testing.global_batch import GlobalBatch, ragged_batch
 from megatron_lossagg.testing.gradients import relative_error
 from megatron_lossagg.testing.layout import Layout
+from megatron_lossagg.testing.packed_batch import pack_batch
 from megatron_lossagg.testing.rank_pool import RankPool
 from megatron_lossagg.testing.reference import reference_run
 from megatron_lossagg.testing.run import run_global_batch
@@ -52,12 +53,16 @@ class Case:
         regime: "R1" to "R4", see `schedule`.
         planning: "begin_step" or "wrap".
         data: "all", or "tp-rank-0": only there, and only on the first and last stage.
+        form: of the microbatches: "rows", padded, or one of PACKED_FORMS.
+        cp_gradient: one of CP_GRADIENTS, how token losses are made under context parallelism.
     """
 
     layout: Layout
     regime: str = "R1"
     planning: str = "begin_step"
     data: str = "all"
+    form: str = "rows"
+    cp_gradient: str = "local"
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ def run_cases(
     Args:
         pool: at least as many ranks as the largest layout.
         cases: what to run.
-        modes: label -> plan; `planning` and `data` are taken from the case.
+        modes: label -> plan; `planning`, `data`, `returns` and `cp_gradient` come from the case.
         fault: a fault to plant in the plugin (see `faults`); its own checks are then left out, so
             that the comparison alone must find it.
         gpt: the model.
@@ -177,6 +182,7 @@ def run_cases(
                 plan,
                 planning=case.planning,
                 data=case.data,
+                cp_gradient=case.cp_gradient,
                 returns=ALL_REGIMES[case.regime][1],
                 fault=fault,
                 validate=fault is None,
@@ -204,11 +210,11 @@ def case_on_rank(
     gpt: TinyGPT, batch: GlobalBatch, case: Case, plans: Sequence[AggregatorPlan]
 ) -> list[tuple[dict[str, Tensor] | None, dict[str, float]]]:
     """On each rank: (whole-model gradient on rank 0, report) of every plan. Communicates."""
+    data = batch if case.form == "rows" else pack_batch(batch, case.layout, case.form)
+    per_token = ALL_REGIMES[case.regime][0]
     results = []
     for plan in plans:
-        run = run_global_batch(
-            batch, case.layout, plan, gpt=gpt, calculate_per_token_loss=ALL_REGIMES[case.regime][0]
-        )
+        run = run_global_batch(data, case.layout, plan, gpt=gpt, calculate_per_token_loss=per_token)
         results.append((run.gradients, run.report))
     return results
 
