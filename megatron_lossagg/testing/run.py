@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lossagg.testing.fits import check_fits
 from megatron_lossagg.testing.global_batch import GlobalBatch
 from megatron_lossagg.testing.gradients import whole_model_gradient
 from megatron_lossagg.testing.layout import Layout
@@ -136,7 +137,7 @@ def run_global_batch(
         ValueError: batch, layout and model don't fit together.
         LossAggError: replicas of the gradient disagree.
     """
-    _check_fits(batch, layout, gpt)
+    check_fits(batch, layout, gpt)
     initialize_model_parallel(layout)
     flags = {
         "calculate_per_token_loss": calculate_per_token_loss,
@@ -217,35 +218,6 @@ def _context(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
     )
-
-
-def _check_fits(batch: GlobalBatch | PackedBatch, layout: Layout, gpt: TinyGPT) -> None:
-    if (batch.dp_size, batch.num_microbatches) != (layout.dp, layout.num_microbatches):
-        raise ValueError(
-            f"run_global_batch: the batch is assigned to D={batch.dp_size} M="
-            f"{batch.num_microbatches}, but the layout is '{layout}': use batch.split(layout.dp, "
-            "layout.num_microbatches) or give the batch another assignment"
-        )
-    shapes = [batch.shapes(rank) for rank in range(batch.dp_size)]
-    widths = sorted({width for rank in shapes for _, width in rank})
-    if any(width % layout.width_multiple for width in widths):
-        raise ValueError(
-            f"run_global_batch: the width of the batch must be a multiple of "
-            f"{layout.width_multiple} for layout '{layout}', got {widths}"
-        )
-    if batch.longest_sequence > gpt.max_sequence_length:
-        raise ValueError(
-            f"run_global_batch: sequences may be at most max_sequence_length="
-            f"{gpt.max_sequence_length} long, got {batch.longest_sequence}"
-        )
-    if layout.pp > 1 and not gpt.overrides.get("variable_seq_lengths"):
-        for rank, of_rank in enumerate(shapes):
-            if len(set(of_rank)) > 1:
-                raise ValueError(
-                    f"run_global_batch: with PP={layout.pp} the microbatches of a data-parallel "
-                    f"rank need one shape, got {of_rank} on rank {rank}; use "
-                    "TinyGPT(overrides={'variable_seq_lengths': True})"
-                )
 
 
 def _model_layout(layout: Layout) -> Layout:

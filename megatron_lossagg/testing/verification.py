@@ -31,6 +31,7 @@ ALL_REGIMES = {
 # float64 throughout; only in R3 Megatron multiplies gradients by a float32 reciprocal.
 GRADIENT_BOUNDS = {"R1": 1e-12, "R2": 1e-12, "R3": 1e-6, "R4": 1e-12}
 LOSS_BOUND = 1e-12
+_USUAL = ("rows", "local")
 
 DEFAULT_MODES: dict[str, AggregatorPlan] = {
     "token-mean": AggregatorPlan("token-mean"),
@@ -63,6 +64,11 @@ class Case:
     data: str = "all"
     form: str = "rows"
     cp_gradient: str = "local"
+
+    def __str__(self) -> str:
+        """Such as "C=2 D=2 M=2, R1, wrap, cu_seqlens, gathered"; rows and local go unsaid."""
+        unusual = [value for value in (self.form, self.cp_gradient) if value not in _USUAL]
+        return ", ".join([str(self.layout), self.regime, self.planning, *unusual])
 
 
 @dataclass(frozen=True)
@@ -121,12 +127,20 @@ def default_cases(
     layouts: Sequence[tuple[Layout, str]] = DEFAULT_LAYOUTS,
     regimes: Sequence[str] = REGIMES,
     plannings: Sequence[str] = ("begin_step", "wrap"),
+    forms: Sequence[str] = ("rows",),
+    cp_gradients: Sequence[str] = ("local",),
 ) -> list[Case]:
-    """Every layout in every regime, planned in every way."""
+    """Every layout in every regime, planned in every way, and so on.
+
+    The conventions of `cp_gradients` differ only where there is context parallelism: a layout
+    without it is in the list once, as "local".
+    """
     return [
-        Case(layout, regime, planning, data)
+        Case(layout, regime, planning, data, form, cp_gradient)
         for layout, data in layouts
         for regime in regimes
+        for form in forms
+        for cp_gradient in (cp_gradients if layout.cp > 1 else ("local",))
         for planning in plannings
     ]
 
