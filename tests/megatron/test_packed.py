@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_exactness import ALL_MODES, assert_exact
 
 from megatron_lossagg.testing import (
     GlobalBatch,
     Layout,
-    PackedBatch,
     RankFailure,
     SumLossPlan,
     TinyGPT,
@@ -29,11 +29,13 @@ from megatron_lossagg.testing import (
     token_log_probs,
 )
 from megatron_lossagg.testing.aggregator_plan import AggregatorPlan
+from megatron_lossagg.testing.cp_conventions import CP_GRADIENTS
 from megatron_lossagg.testing.packed_batch import PACKED_FORMS
 from megatron_lossagg.testing.token_positions import positions_of_ranks, sequence_of_token
 from megatron_lossagg.testing.verification import (
     ALL_REGIMES,
     DEFAULT_LAYOUTS,
+    DEFAULT_MODES,
     Case,
     run_cases,
     standard_batch,
@@ -189,15 +191,21 @@ def test_what_does_not_fit_is_refused(rank_pool):
         )
 
 
-def cases(text, regime, forms=PACKED_FORMS, cp_gradients=("local",)):
+def cases(text, regime):
+    """Both forms, planned in both ways; under context parallelism also the other conventions."""
     layout = Layout.parse(text)
-    data = dict(DEFAULT_LAYOUTS).get(layout, "all")
-    case = Case(layout, regime, data=data)
+    case = Case(layout, regime, data=dict(DEFAULT_LAYOUTS).get(layout, "all"))
     return [
-        replace(case, planning=planning, form=form, cp_gradient=cp_gradient)
-        for planning in ("begin_step", "wrap")
-        for form in forms
-        for cp_gradient in (cp_gradients if layout.cp > 1 else ("local",))
+        *(
+            replace(case, planning=planning, form=form)
+            for planning in ("begin_step", "wrap")
+            for form in PACKED_FORMS
+        ),
+        *(
+            replace(case, form=form, cp_gradient=cp_gradient)
+            for cp_gradient in (CP_GRADIENTS[1:] if layout.cp > 1 else ())
+            for form in ("rows", "cu_seqlens_padded")
+        ),
     ]
 
 
@@ -210,9 +218,8 @@ def cases(text, regime, forms=PACKED_FORMS, cp_gradients=("local",)):
     ],
 )
 def test_every_mode_packed_in_every_layout(rank_pool, text, regime):
-    """Every mode, planning and form of packing; under context parallelism every convention."""
-    wanted = cases(text, regime, cp_gradients=("local", "replicated-value", "gathered"))
-    for result in run_cases(rank_pool, wanted):
+    """Every mode, planning, form of packing and convention of context parallelism."""
+    for result in run_cases(rank_pool, cases(text, regime)):
         assert len(result.modes) == 6
         assert result.passed, result
 
@@ -260,7 +267,40 @@ def test_nothing_valid_anywhere(rank_pool, form):
 def test_middle_stages_need_the_boundaries(rank_pool):
     """Data on the end stages alone: refused, since attention in between would mix sequences."""
     layout = Layout.parse("PP=4 M=4")
-    packed: PackedBatch = pack_batch(standard_batch(layout), layout)
+    packed = pack_batch(standard_batch(layout), layout)
     plan = AggregatorPlan("token-mean", data="tp-rank-0")
     with pytest.raises(RankFailure, match="middle stages .layout 'PP=4 M=4'., got data='tp-rank"):
         rank_pool.run(run_global_batch, packed, layout, plan, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "regime", "form"),
+    [
+        ("C=2 D=2 M=2", "R1", "cu_seqlens_padded"),
+        *(
+            pytest.param(text, regime, form, marks=LONG)
+            for text in ("C=2 D=2 M=2", "PP=2 D=2 M=2")
+            for regime in ("R1", "R3")
+            for form in PACKED_FORMS
+        ),
+    ],
+)
+def test_nominal_counts_and_sample_mask(rank_pool, text, regime, form):
+    """Fully masked sequences are rows, empty ones are not, and those of sample_mask 0 are not."""
+    layout = Layout.parse(text)
+    batch = standard_batch(layout)
+    sample_mask = torch.ones(batch.num_rows)
+    sample_mask[batch.rows["loss_mask"].sum(dim=1).argsort(descending=True)[:3]] = 0
+    batch = GlobalBatch({**batch.rows, "sample_mask": sample_mask}, batch.assignment)
+    plans = [replace(plan, sequence_count="nominal") for plan in ALL_MODES]
+    assert_exact(rank_pool, batch, Case(layout, regime, form=form), plans)
+
+
+@pytest.mark.parametrize("regime", ["R1", "R3"])
+@pytest.mark.parametrize("text", [pytest.param(t, marks=LONG) for t in ("C=2 D=2 M=2", "PP=4 M=4")])
+def test_deferred_denominators_packed(rank_pool, text, regime):
+    """Counted at the end, from packed data."""
+    modes = {label: replace(plan, denominators="deferred") for label, plan in DEFAULT_MODES.items()}
+    case = Case(Layout.parse(text), regime, "wrap")
+    for result in run_cases(rank_pool, [replace(case, form=form) for form in PACKED_FORMS], modes):
+        assert result.passed, result

@@ -163,11 +163,11 @@ class Packed(Prescribed):
 
     form = "cu_seqlens"
 
-    def __call__(self, context):
+    def __call__(self, context, **kwargs):
         options = {"form": self.form, "multiple": context.layout.width_multiple}
         for index, microbatch in enumerate(context.microbatches):
             context.microbatches[index] = pack_rows(microbatch, **options)
-        return super().__call__(context)
+        return super().__call__(context, **kwargs)
 
 
 class PackedWithPadding(Packed):
@@ -217,13 +217,24 @@ class WithUnits(Prescribed):
         return super().__call__(context, num_units=2)
 
 
+class PackedWithUnits(WithUnits, PackedWithPadding):
+    """The same with packed microbatches: unit_ids has an entry for the empty sequence too."""
+
+
 @EVERY_REGIME
 @pytest.mark.parametrize("planning", ["begin_step", "wrap"])
 @pytest.mark.parametrize(
-    "layout",
-    ["D=2 M=2", "C=2 D=2 M=2", *(pytest.param(t, marks=LONG) for t in ("D=1 M=4", "PP=2 D=2 M=2"))],
+    ("layout", "plan_type"),
+    [
+        ("D=2 M=2", WithUnits),
+        ("C=2 D=2 M=2", WithUnits),
+        ("C=2 D=2 M=1", PackedWithUnits),
+        *(pytest.param(t, WithUnits, marks=LONG) for t in ("D=1 M=4", "PP=2 D=2 M=2")),
+    ],
 )
-def test_23_units_that_straddle_ranks_and_microbatches(rank_pool, layout, planning, regime):
+def test_23_units_that_straddle_ranks_and_microbatches(
+    rank_pool, layout, plan_type, planning, regime
+):
     """radixark/miles#1929: per sample 2.0, per rollout 2.25; the two unit modes differ."""
     from megatron_lossagg.testing.layout import Layout
 
@@ -249,7 +260,7 @@ def test_23_units_that_straddle_ranks_and_microbatches(rank_pool, layout, planni
         (second, "unit-mean-token-mean", 8 / 3),
         (second, "unit-mean-seq-mean-token-mean", 2.75),
     ):
-        plan = WithUnits(mode, (("returns", returns),), planning)
+        plan = plan_type(mode, (("returns", returns),), planning)
         if planning == "begin_step":
             assert_step(rank_pool, batch, layout, mode, expected, per_token=per_token, plan=plan)
         else:
