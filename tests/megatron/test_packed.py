@@ -282,6 +282,7 @@ def test_middle_stages_need_the_boundaries(rank_pool):
             for text in ("C=2 D=2 M=2", "PP=2 D=2 M=2")
             for regime in ("R1", "R3")
             for form in PACKED_FORMS
+            if (text, regime, form) != ("C=2 D=2 M=2", "R1", "cu_seqlens_padded")
         ),
     ],
 )
