@@ -103,6 +103,9 @@ def test_flags_override_a_file(tmp_path):
     config = VerifyConfig.load(path, {"layouts": "C=4 M=1 ; C=4 M=1", "modes": None})
     assert config.layouts == (Layout.parse("C=4 M=1"),)
     assert config.regimes == ("R2",) and config.packed and len(config.modes) == 6
+    assert not config.releases and config.layouts != VerifyConfig().layouts
+    config = VerifyConfig.load(None, {"releases": "0.13.1"})
+    assert config.releases == ("0.13.1",) and len(config.layouts) == 3
     assert VerifyConfig.load(path, {"packed": False}).cases() == [
         Case(Layout.parse(text), "R2", planning)
         for text in ("D=2 M=2", "C=2 M=2")
