@@ -109,6 +109,8 @@ def _as_json(entry: MatrixEntry) -> dict[str, Any]:
         "regime": entry.case.regime,
         "planning": entry.case.planning,
         "data": entry.case.data,
+        "form": entry.case.form,
+        "cp_gradient": entry.case.cp_gradient,
         "passed": entry.passed,
         "refused": entry.is_refusal,
         "reason": entry.reason,

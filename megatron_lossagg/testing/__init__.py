@@ -15,7 +15,17 @@ from megatron_lossagg.testing.gradients import (
     whole_model_parameters,
 )
 from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.model_chunks import build_model_chunks, token_log_probs
+from megatron_lossagg.testing.model_chunks import (
+    build_model_chunks,
+    model_output,
+    token_log_probs,
+)
+from megatron_lossagg.testing.packed_batch import (
+    PackedBatch,
+    pack_batch,
+    pack_rows,
+    packed_seq_params,
+)
 from megatron_lossagg.testing.parallel import initialize_model_parallel
 from megatron_lossagg.testing.rank_pool import RankFailure, RankPool
 from megatron_lossagg.testing.reference import reference_gradient, reference_loss, reference_run
@@ -26,6 +36,7 @@ from megatron_lossagg.testing.tiny_gpt import TinyGPT, check_p2p_is_safe
 __all__ = [
     "GlobalBatch",
     "Layout",
+    "PackedBatch",
     "RankFailure",
     "RankPool",
     "RunResult",
@@ -38,6 +49,10 @@ __all__ = [
     "cpu_shim_installed",
     "initialize_model_parallel",
     "install_cpu_shim",
+    "model_output",
+    "pack_batch",
+    "pack_rows",
+    "packed_seq_params",
     "ragged_batch",
     "reference_gradient",
     "reference_loss",

@@ -16,8 +16,9 @@ from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.cp_slicing import slice_for_cp
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.report import reduce_reports
+from megatron_lossagg.testing.cp_conventions import FullRowLosses
 from megatron_lossagg.testing.faults import planted
-from megatron_lossagg.testing.model_chunks import token_log_probs
+from megatron_lossagg.testing.model_chunks import model_output, token_log_probs
 from megatron_lossagg.testing.parameter_names import unwrap
 from megatron_lossagg.testing.run import StepContext, StepPlan
 
@@ -39,8 +40,10 @@ class AggregatorPlan:
     """Plans a step with `LossAggregator`; picklable, so it can be sent to a `RankPool`.
 
     Attributes:
-        loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count, cp_gradient, returns,
-            denominators: of `LossAggregator`; deferred denominators need planning="wrap".
+        loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count, returns, denominators: of
+            `LossAggregator`; deferred denominators need planning="wrap".
+        cp_gradient: of `LossAggregator`; token losses are then made as it says, see
+            `FullRowLosses`.
         planning: "begin_step", or "wrap" with the weights riding in `loss_mask`.
         data: who has microbatches: "all" ranks, or "tp-rank-0" of the first and last stage alone,
             the others get them by broadcast, as in Megatron-LM.
@@ -65,8 +68,11 @@ class AggregatorPlan:
 
     def __call__(self, context: StepContext) -> StepPlan:
         """One all-reduce over the data-parallel group, now or at the schedule's first `next`."""
+        token_losses = self.token_losses
+        if self.cp_gradient != "local":
+            token_losses = FullRowLosses(token_losses, self.cp_gradient)
         aggregator = LossAggregator(
-            self.token_losses,
+            token_losses,
             loss_agg_mode=self.loss_agg_mode,
             model_config=context.model_config,
             loss_scale_factor=self.loss_scale_factor,
@@ -81,6 +87,7 @@ class AggregatorPlan:
         if not self.validate:
             # The finalize hook of wrap() runs whatever `validate` is.
             vars(aggregator._stream)["validate"] = _no_checks
+        self._check_packed(context)
         is_end_stage = context.pp_rank in (0, context.layout.pp - 1)
         has_data = self.data == "all" or (context.tp_rank == 0 and is_end_stage)
         fault = ExitStack()
@@ -111,6 +118,16 @@ class AggregatorPlan:
             partial(self._forward_step, loss_func), data_iterator, num_microbatches, finish
         )
 
+    def _check_packed(self, context: StepContext) -> None:
+        stages = context.layout.pp * context.layout.vpp
+        is_packed = any("cu_seqlens" in microbatch for microbatch in context.microbatches)
+        if is_packed and self.data == "tp-rank-0" and stages > 2:
+            raise ValueError(
+                "AggregatorPlan: packed microbatches need data='all' where there are middle stages "
+                f"(layout '{context.layout}'), got data='tp-rank-0': a stage without data does not "
+                "know the boundaries of the sequences, and attention needs them"
+            )
+
     def _forward_step(
         self, loss_func: Callable[..., Any], data_iterator: Any, model: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
@@ -120,9 +137,10 @@ class AggregatorPlan:
             batch = _broadcast_over_tp(batch)
         if batch is None:
             return model(None, None, None), partial(loss_func, {})
-        batch = slice_for_cp(batch)
-        logits = model(batch["tokens"], batch["position_ids"], None)
-        return logits, partial(loss_func, batch)
+        part = slice_for_cp(batch)
+        return model_output(model, part), partial(
+            loss_func, part if self.cp_gradient == "local" else batch
+        )
 
 
 def _no_checks(*args: Any) -> None:

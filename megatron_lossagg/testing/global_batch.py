@@ -62,6 +62,15 @@ class GlobalBatch:
         """Microbatches per data-parallel rank."""
         return len(self.assignment[0])
 
+    @property
+    def longest_sequence(self) -> int:
+        """Positions that a model needs: the width."""
+        return self.width
+
+    def shapes(self, dp_rank: int) -> list[tuple[int, int]]:
+        """(rows, width) of each microbatch of a data-parallel rank."""
+        return [(len(rows), self.width) for rows in self.assignment[dp_rank]]
+
     def split(self, dp: int, num_microbatches: int) -> GlobalBatch:
         """The same rows, spread evenly and in order.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_lossagg.testing.cp_attention import ContextParallelAttention
+from megatron_lossagg.testing.causal_attention import CausalAttention
 
 
 class TorchNorm:
@@ -53,8 +53,7 @@ def block_spec(config: Any, vp_stage: int | None) -> Any:
     )
     layer.submodules.input_layernorm = TorchNorm
     layer.submodules.pre_mlp_layernorm = TorchNorm
-    if config.context_parallel_size > 1:
-        layer.submodules.self_attention.submodules.core_attention = ContextParallelAttention
+    layer.submodules.self_attention.submodules.core_attention = CausalAttention
     num_layers = get_num_layers_to_build(
         config, **supported_arguments(get_num_layers_to_build, vp_stage=vp_stage)
     )

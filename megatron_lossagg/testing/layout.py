@@ -71,6 +71,15 @@ class Layout:
         """Number of ranks: D * TP * PP * C."""
         return self.dp * self.tp * self.pp * self.cp
 
+    @property
+    def width_multiple(self) -> int:
+        """What the width of a row must be a multiple of: 2C, times TP if activations are sharded.
+
+        In packed data each sequence with its padding is such a row.
+        """
+        pieces = 2 * self.cp if self.cp > 1 else 1
+        return pieces * (self.tp if self.sequence_parallel else 1)
+
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Read a layout from text such as "PP=2 VPP=2 C=2 D=1 M=4".

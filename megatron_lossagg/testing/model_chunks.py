@@ -10,6 +10,7 @@ import torch
 
 from megatron_lossagg.testing.layer_spec import block_spec, mtp_spec, supported_arguments
 from megatron_lossagg.testing.layout import Layout
+from megatron_lossagg.testing.packed_batch import packed_seq_params
 from megatron_lossagg.testing.parallel import current_device, initialize_model_parallel
 from megatron_lossagg.testing.parameter_names import (
     named_parameters,
@@ -145,6 +146,25 @@ def initialize_by_name(model: Any, gpt: TinyGPT) -> None:
         if "norm" in name.rsplit(".", 2)[-2] and name.endswith("weight"):
             full += 1.0
         parameter.copy_(full if dim is None else full.chunk(tp_size, dim)[tp_rank])
+
+
+def model_output(model: Any, microbatch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Communicates over the tensor- and context-parallel groups: what a chunk makes of its part.
+
+    Args:
+        model: one chunk, in DDP or not.
+        microbatch: this context-parallel rank's part, with tokens and position_ids [b, s / C];
+            packed if it has "cu_seqlens", which every stage must have then.
+
+    Returns:
+        vocab-parallel logits [b, s / C, vocab / TP] on the last stage, activations before it.
+    """
+    return model(
+        microbatch["tokens"],
+        microbatch["position_ids"],
+        None,
+        packed_seq_params=packed_seq_params(microbatch),
+    )
 
 
 def token_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

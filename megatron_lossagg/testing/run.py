@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lossagg.testing.fits import check_fits
 from megatron_lossagg.testing.global_batch import GlobalBatch
 from megatron_lossagg.testing.gradients import whole_model_gradient
 from megatron_lossagg.testing.layout import Layout
 from megatron_lossagg.testing.model_chunks import build_model_chunks, set_config_hooks
+from megatron_lossagg.testing.packed_batch import PackedBatch
 from megatron_lossagg.testing.parallel import (
     current_device,
     initialize_model_parallel,
@@ -96,7 +98,7 @@ class RunResult:
 
 
 def run_global_batch(
-    batch: GlobalBatch,
+    batch: GlobalBatch | PackedBatch,
     layout: Layout,
     plan_step: Callable[[StepContext], StepPlan],
     *,
@@ -116,7 +118,8 @@ def run_global_batch(
     and the config's hooks as Megatron sets them.
 
     Args:
-        batch: assigned to `layout.dp` ranks and `layout.num_microbatches` microbatches.
+        batch: assigned to `layout.dp` ranks and `layout.num_microbatches` microbatches; padded rows
+            or packed sequences.
         layout: made current by this call.
         plan_step: called once on every rank; gives the forward step and its data.
         gpt: the model, unless `chunks` is given.
@@ -134,7 +137,7 @@ def run_global_batch(
         ValueError: batch, layout and model don't fit together.
         LossAggError: replicas of the gradient disagree.
     """
-    _check_fits(batch, layout, gpt)
+    check_fits(batch, layout, gpt)
     initialize_model_parallel(layout)
     flags = {
         "calculate_per_token_loss": calculate_per_token_loss,
@@ -167,25 +170,34 @@ def run_global_batch(
 
 
 def _run_schedule(
-    batch: GlobalBatch, context: StepContext, plan: StepPlan, collect_non_loss_data: bool
+    batch: GlobalBatch | PackedBatch,
+    context: StepContext,
+    plan: StepPlan,
+    collect_non_loss_data: bool,
 ) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    # With variable_seq_lengths Megatron asks the microbatches instead.
+    micro_batch_size, seq_length = batch.shapes(context.dp_rank)[0]
     with torch.set_grad_enabled(not context.forward_only):
         return get_forward_backward_func()(
             forward_step_func=plan.forward_step_func,
             data_iterator=plan.data_iterator,
             model=context.chunks,
             num_microbatches=plan.num_microbatches,
-            seq_length=batch.width,
-            micro_batch_size=len(batch.assignment[context.dp_rank][0]),
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
             forward_only=context.forward_only,
             collect_non_loss_data=collect_non_loss_data,
         )
 
 
 def _context(
-    batch: GlobalBatch, layout: Layout, gpt: TinyGPT, chunks: list[Any], forward_only: bool
+    batch: GlobalBatch | PackedBatch,
+    layout: Layout,
+    gpt: TinyGPT,
+    chunks: list[Any],
+    forward_only: bool,
 ) -> StepContext:
     from megatron.core import parallel_state
 
@@ -206,31 +218,6 @@ def _context(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
     )
-
-
-def _check_fits(batch: GlobalBatch, layout: Layout, gpt: TinyGPT) -> None:
-    if (batch.dp_size, batch.num_microbatches) != (layout.dp, layout.num_microbatches):
-        raise ValueError(
-            f"run_global_batch: the batch is assigned to D={batch.dp_size} M="
-            f"{batch.num_microbatches}, but the layout is '{layout}': use batch.split(layout.dp, "
-            "layout.num_microbatches) or give the batch another assignment"
-        )
-    pieces = layout.cp * (2 if layout.cp > 1 else 1)
-    pieces *= layout.tp if layout.sequence_parallel else 1
-    if batch.width % pieces or batch.width > gpt.max_sequence_length:
-        raise ValueError(
-            f"run_global_batch: the width of the batch must be a multiple of {pieces} for layout "
-            f"'{layout}' and at most max_sequence_length={gpt.max_sequence_length}, got "
-            f"{batch.width}"
-        )
-    if layout.pp > 1 and not gpt.overrides.get("variable_seq_lengths"):
-        for rank, microbatches in enumerate(batch.assignment):
-            if len({len(rows) for rows in microbatches}) > 1:
-                raise ValueError(
-                    f"run_global_batch: with PP={layout.pp} the microbatches of a data-parallel "
-                    f"rank need one number of rows, got {[len(rows) for rows in microbatches]} on "
-                    f"rank {rank}; use TinyGPT(overrides={{'variable_seq_lengths': True}})"
-                )
 
 
 def _model_layout(layout: Layout) -> Layout:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossagg.testing.layer_spec import supported_arguments
-from megatron_lossagg.testing.model_chunks import token_log_probs
+from megatron_lossagg.testing.model_chunks import model_output, token_log_probs
 from megatron_lossagg.testing.parallel import current_device
 from megatron_lossagg.testing.run import StepContext, StepPlan
+from megatron_lossagg.testing.token_positions import positions_of_ranks
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,8 @@ class SumLossPlan:
         )
 
     def _forward_step(self, factor: float, data_iterator: Iterator[Any], model: Any) -> Any:
-        microbatch = slice_rows_for_cp(next(data_iterator))
-        output = model(microbatch["tokens"], microbatch["position_ids"], None)
-        return output, partial(self._loss, factor, microbatch)
+        microbatch = sliced_for_cp(next(data_iterator))
+        return model_output(model, microbatch), partial(self._loss, factor, microbatch)
 
     def _loss(
         self,
@@ -81,8 +81,10 @@ class SumLossPlan:
         return value.item()
 
 
-def slice_rows_for_cp(microbatch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This context-parallel rank's part of a padded microbatch, by Megatron's own slicer.
+def sliced_for_cp(microbatch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This context-parallel rank's part of a microbatch, without the plugin's slicer.
+
+    Padded rows are cut by Megatron's own slicer, packed sequences by `positions_of_ranks`.
 
     Args:
         microbatch: tensors [b, s, ...], which are sliced along s; others pass unchanged. The dict
@@ -91,11 +93,15 @@ def slice_rows_for_cp(microbatch: dict[str, torch.Tensor]) -> dict[str, torch.Te
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    tables = {name: tensor for name, tensor in microbatch.items() if tensor.dim() > 1}
+    group = parallel_state.get_context_parallel_group()
+    tables = {
+        name: tensor
+        for name, tensor in microbatch.items()
+        if tensor.dim() > 1 and not name.startswith("cu_seqlens")
+    }
+    if "cu_seqlens" in microbatch:
+        index = positions_of_ranks(microbatch, group.size())[group.rank()]
+        return {**microbatch, **{name: t.index_select(1, index) for name, t in tables.items()}}
     # Releases from 0.18 take no group to mean the world group.
-    kwargs = supported_arguments(
-        get_batch_on_this_cp_rank,
-        is_hybrid_cp=False,
-        cp_group=parallel_state.get_context_parallel_group(),
-    )
+    kwargs = supported_arguments(get_batch_on_this_cp_rank, is_hybrid_cp=False, cp_group=group)
     return {**microbatch, **get_batch_on_this_cp_rank(tables, **kwargs)}

@@ -125,6 +125,9 @@ def transformer_config(
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
     }
+    if gpt.overrides.get("variable_seq_lengths"):
+        # Megatron refuses its default, "allgather", even for a model without experts.
+        fields["moe_token_dispatcher_type"] = "alltoall"
     return TransformerConfig(**{**fields, **gpt.overrides})
 
 

@@ -13,6 +13,7 @@ from megatron_lossagg.testing.aggregator_plan import AggregatorPlan, policy_grad
 from megatron_lossagg.testing.global_batch import GlobalBatch, ragged_batch
 from megatron_lossagg.testing.gradients import relative_error
 from megatron_lossagg.testing.layout import Layout
+from megatron_lossagg.testing.packed_batch import pack_batch
 from megatron_lossagg.testing.rank_pool import RankPool
 from megatron_lossagg.testing.reference import reference_run
 from megatron_lossagg.testing.run import run_global_batch
@@ -30,6 +31,7 @@ ALL_REGIMES = {
 # float64 throughout; only in R3 Megatron multiplies gradients by a float32 reciprocal.
 GRADIENT_BOUNDS = {"R1": 1e-12, "R2": 1e-12, "R3": 1e-6, "R4": 1e-12}
 LOSS_BOUND = 1e-12
+_USUAL = ("rows", "local")
 
 DEFAULT_MODES: dict[str, AggregatorPlan] = {
     "token-mean": AggregatorPlan("token-mean"),
@@ -52,12 +54,21 @@ class Case:
         regime: "R1" to "R4", see `schedule`.
         planning: "begin_step" or "wrap".
         data: "all", or "tp-rank-0": only there, and only on the first and last stage.
+        form: of the microbatches: "rows", padded, or one of PACKED_FORMS.
+        cp_gradient: one of CP_GRADIENTS, how token losses are made under context parallelism.
     """
 
     layout: Layout
     regime: str = "R1"
     planning: str = "begin_step"
     data: str = "all"
+    form: str = "rows"
+    cp_gradient: str = "local"
+
+    def __str__(self) -> str:
+        """Such as "C=2 D=2 M=2, R1, wrap, cu_seqlens, gathered"; rows and local go unsaid."""
+        unusual = [value for value in (self.form, self.cp_gradient) if value not in _USUAL]
+        return ", ".join([str(self.layout), self.regime, self.planning, *unusual])
 
 
 @dataclass(frozen=True)
@@ -116,12 +127,20 @@ def default_cases(
     layouts: Sequence[tuple[Layout, str]] = DEFAULT_LAYOUTS,
     regimes: Sequence[str] = REGIMES,
     plannings: Sequence[str] = ("begin_step", "wrap"),
+    forms: Sequence[str] = ("rows",),
+    cp_gradients: Sequence[str] = ("local",),
 ) -> list[Case]:
-    """Every layout in every regime, planned in every way."""
+    """Every layout in every regime, planned in every way, and so on.
+
+    The conventions of `cp_gradients` differ only where there is context parallelism: a layout
+    without it is in the list once, as "local".
+    """
     return [
-        Case(layout, regime, planning, data)
+        Case(layout, regime, planning, data, form, cp_gradient)
         for layout, data in layouts
         for regime in regimes
+        for form in forms
+        for cp_gradient in (cp_gradients if layout.cp > 1 else ("local",))
         for planning in plannings
     ]
 
@@ -156,7 +175,7 @@ def run_cases(
     Args:
         pool: at least as many ranks as the largest layout.
         cases: what to run.
-        modes: label -> plan; `planning` and `data` are taken from the case.
+        modes: label -> plan; `planning`, `data`, `returns` and `cp_gradient` come from the case.
         fault: a fault to plant in the plugin (see `faults`); its own checks are then left out, so
             that the comparison alone must find it.
         gpt: the model.
@@ -177,6 +196,7 @@ def run_cases(
                 plan,
                 planning=case.planning,
                 data=case.data,
+                cp_gradient=case.cp_gradient,
                 returns=ALL_REGIMES[case.regime][1],
                 fault=fault,
                 validate=fault is None,
@@ -204,11 +224,11 @@ def case_on_rank(
     gpt: TinyGPT, batch: GlobalBatch, case: Case, plans: Sequence[AggregatorPlan]
 ) -> list[tuple[dict[str, Tensor] | None, dict[str, float]]]:
     """On each rank: (whole-model gradient on rank 0, report) of every plan. Communicates."""
+    data = batch if case.form == "rows" else pack_batch(batch, case.layout, case.form)
+    per_token = ALL_REGIMES[case.regime][0]
     results = []
     for plan in plans:
-        run = run_global_batch(
-            batch, case.layout, plan, gpt=gpt, calculate_per_token_loss=ALL_REGIMES[case.regime][0]
-        )
+        run = run_global_batch(data, case.layout, plan, gpt=gpt, calculate_per_token_loss=per_token)
         results.append((run.gradients, run.report))
     return results
 

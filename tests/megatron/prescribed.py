@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from megatron_lossagg import LossAggregator, slice_for_cp
+from megatron_lossagg.testing.cp_conventions import FullRowLosses
 from megatron_lossagg.testing.global_batch import GlobalBatch
 from megatron_lossagg.testing.layout import Layout
 from megatron_lossagg.testing.run import StepPlan, run_global_batch
@@ -59,8 +60,10 @@ class Prescribed:
     num_microbatches_told: int | None = None
 
     def __call__(self, context, *, num_units=None) -> StepPlan:
+        cp_gradient = dict(self.options).get("cp_gradient", "local")
+        is_local = cp_gradient == "local"
         aggregator = LossAggregator(
-            prescribed_losses,
+            prescribed_losses if is_local else FullRowLosses(prescribed_losses, cp_gradient),
             loss_agg_mode=self.loss_agg_mode,
             model_config=context.model_config,
             weights_key="loss_mask" if self.planning == "wrap" else "loss_weights",
@@ -83,8 +86,9 @@ class Prescribed:
             loss_func = step.loss_func
 
         def forward_step(data_iterator, model):
-            microbatch = slice_for_cp(next(data_iterator))
-            return model(microbatch["loss_mask"]), partial(loss_func, microbatch)
+            microbatch = next(data_iterator)
+            part = slice_for_cp(microbatch)
+            return model(part["loss_mask"]), partial(loss_func, part if is_local else microbatch)
 
         def finish(store):
             if self.planning == "wrap":

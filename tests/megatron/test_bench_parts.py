@@ -23,9 +23,9 @@ from megatron_lossagg.testing import (
     relative_error,
     uninstall_cpu_shim,
 )
-from megatron_lossagg.testing.cp_attention import zigzag_positions
 from megatron_lossagg.testing.gradients import Shard, assemble
 from megatron_lossagg.testing.tiny_gpt import transformer_config
+from megatron_lossagg.testing.token_positions import zigzag_positions
 
 
 @pytest.mark.parametrize(

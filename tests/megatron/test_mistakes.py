@@ -17,7 +17,7 @@ from megatron_lossagg.commands.doctor_case import DoctorCase
 from megatron_lossagg.diagnosis import diagnose
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.testing.run import StepPlan
-from megatron_lossagg.testing.sum_loss_plan import slice_rows_for_cp
+from megatron_lossagg.testing.sum_loss_plan import sliced_for_cp
 
 TEXT = "C=2 D=2 M=2"
 M, D, C, J = 2, 2, 2, 20 / 7  # token-mean of the fixture
@@ -39,7 +39,7 @@ class ByHand:
 
     def __call__(self, context):
         def forward_step(data_iterator, model):
-            microbatch = slice_rows_for_cp(next(data_iterator))
+            microbatch = sliced_for_cp(next(data_iterator))
             return model(microbatch["loss_mask"]), partial(self.loss_func, microbatch)
 
         return StepPlan(forward_step, iter(context.microbatches), M)

@@ -6,12 +6,8 @@ that the gradient alone must tell. Without a fault the same cases pass.
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from typer.testing import CliRunner
 
-from megatron_lossagg.commands import app
 from megatron_lossagg.testing.aggregator_plan import AggregatorPlan
 from megatron_lossagg.testing.faults import fault_names
 from megatron_lossagg.testing.layout import Layout
@@ -58,33 +54,3 @@ def test_it_tells_under_per_token_loss_too(rank_pool, fault):
     plans.pop("token-mean", None) if fault == "counts-of-this-rank" else None
     [faulty] = run_cases(rank_pool, [Case(Layout.parse(text), "R3")], plans, fault=fault)
     assert not faulty.passed
-
-
-def test_the_command_fails_on_a_planted_fault():
-    """`verify` exits with 1 and names the layout; without the fault with 0."""
-    arguments = ["verify", "--layouts", "D=2 M=2", "--modes", "token-mean", "--regimes", "R1"]
-    runner = CliRunner()
-    sound = runner.invoke(app, [*arguments, "--json"])
-    assert sound.exit_code == 0, sound.output
-    report = json.loads(sound.stdout)
-    assert report["passed"] and len(report["cases"]) == 2
-    assert report["megatron_core"] and report["cases"][0]["layout"] == "D=2 M=2"
-    faulty = runner.invoke(app, [*arguments, "--plant", "drop-dp-size"])
-    assert faulty.exit_code == 1, faulty.output
-    assert "FAILED" in faulty.output and "2 of 2 cases" in faulty.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layouts", "PP=two"], "cannot read 'PP=two'"),
-        (["--modes", "batch-mean"], "'batch-mean' is none of token-mean"),
-        (["--regimes", "R7"], "'R7' is none of R1, R2, R3, R4"),
-        (["--layouts", ";"], "names none"),
-    ],
-)
-def test_the_command_explains_wrong_arguments(arguments, message):
-    """Exit code 2 and what was expected, before any rank is started."""
-    result = CliRunner().invoke(app, ["verify", *arguments])
-    assert result.exit_code == 2
-    assert message in result.output

@@ -14,7 +14,8 @@ from prescribed import Prescribed, assert_step, batch_of, even, prescribed_losse
 from test_public_reports import F_LAYOUTS, F_VALUES, fixture_f
 
 from megatron_lossagg import LossAggregator, slice_for_cp
-from megatron_lossagg.testing import RankFailure
+from megatron_lossagg.testing import RankFailure, pack_rows
+from megatron_lossagg.testing.cp_conventions import CP_GRADIENTS
 from megatron_lossagg.testing.run import StepPlan
 
 # (calculate_per_token_loss, returns)
@@ -65,81 +66,6 @@ def test_14_a_token_on_one_context_parallel_rank(rank_pool, layout, regime):
     assert_step(rank_pool, batch, layout, "token-mean", 1.0, per_token=per_token, returns=returns)
 
 
-def checked_plan(context, step, forward_step):
-    """The plan of a begun step: run it, validate it, report it."""
-
-    def finish(store):
-        step.validate()
-        return {**step.report(store), "is_empty": step.is_empty}
-
-    iterators = step.data_iterator(len(context.chunks))
-    return StepPlan(forward_step, iterators, len(context.microbatches), finish)
-
-
-class Convention(Prescribed):
-    """Losses from outputs that every context-parallel rank has in full."""
-
-    def __call__(self, context):
-        options = dict(self.options)
-        aggregator = LossAggregator(
-            prescribed_losses,
-            loss_agg_mode=self.loss_agg_mode,
-            model_config=context.model_config,
-            weight_dtype=torch.float64,
-            **options,
-        )
-        step = aggregator.begin_step(context.microbatches)
-        gather = {"replicated-value": replicated, "gathered": gathered}[options["cp_gradient"]]
-
-        def forward_step(data_iterator, model):
-            microbatch = next(data_iterator)
-            output = model(slice_for_cp(microbatch)["loss_mask"])
-            return output, lambda output, **kw: step.loss_func(microbatch, gather(output), **kw)
-
-        return checked_plan(context, step, forward_step)
-
-
-def in_order(parts):
-    """Zigzag parts [b, s/C] of all ranks, as whole rows [b, s]."""
-    halves = [part.chunk(2, dim=1) for part in parts]
-    return torch.cat([h[0] for h in halves] + [h[1] for h in reversed(halves)], dim=1)
-
-
-def replicated(output):
-    """All values on every rank, gradient only in the own part."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_context_parallel_group()
-    parts = [torch.empty_like(output) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, output.detach().contiguous(), group=group)
-    parts[group.rank()] = output
-    return in_order(parts)
-
-
-def gathered(output):
-    """All values through a gather whose backward sums over the ranks."""
-    from megatron.core import parallel_state
-
-    return in_order(GatherAndSum.apply(output, parallel_state.get_context_parallel_group()))
-
-
-class GatherAndSum(torch.autograd.Function):
-    """An all-gather; its backward sums each part's gradient over all ranks."""
-
-    @staticmethod
-    def forward(ctx, part, group):
-        ctx.group = group
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        torch.distributed.all_gather(parts, part.contiguous(), group=group)
-        return tuple(parts)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        stacked = torch.stack(gradients)
-        torch.distributed.all_reduce(stacked, group=ctx.group)
-        return stacked[ctx.group.rank()], None
-
-
 @EVERY_REGIME
 @pytest.mark.parametrize("cp_gradient", ["replicated-value", "gathered"])
 @pytest.mark.parametrize(
@@ -149,11 +75,10 @@ class GatherAndSum(torch.autograd.Function):
 def test_07_context_parallel_conventions(rank_pool, layout, cp_gradient, regime):
     """NovaSky-AI/SkyRL#1751: gradient and reported value are J in all conventions, not C * J."""
     per_token, returns = REGIMES[regime]
-    options = {"cp_gradient": cp_gradient, "returns": returns}
+    options = {"per_token": per_token, "cp_gradient": cp_gradient, "returns": returns}
     batch = fixture_f(layout, width=8)
     for mode, mode_options, _, valid in F_VALUES:
-        plan = Convention(mode, tuple({**options, **mode_options}.items()))
-        assert_step(rank_pool, batch, layout, mode, valid, per_token=per_token, plan=plan)
+        assert_step(rank_pool, batch, layout, mode, valid, **options, **mode_options)
 
 
 @EVERY_REGIME
@@ -161,12 +86,9 @@ def test_07_the_report_itself(rank_pool, regime):
     """The numbers of the report: token losses w * (1,2,3,4) on two ranks give 2.5, not 5.0."""
     per_token, returns = REGIMES[regime]
     batch = batch_of([[1, 2, 3, 4]], [[1] * 4], even(1, 1, 1))
-    for cp_gradient in ("replicated-value", "gathered"):
-        plan = Convention("token-mean", (("cp_gradient", cp_gradient), ("returns", returns)))
-        assert_step(rank_pool, batch, "C=2 M=1", "token-mean", 2.5, per_token=per_token, plan=plan)
-    assert_step(
-        rank_pool, batch, "C=2 M=1", "token-mean", 2.5, per_token=per_token, returns=returns
-    )
+    for cp_gradient in CP_GRADIENTS:
+        options = {"per_token": per_token, "cp_gradient": cp_gradient, "returns": returns}
+        assert_step(rank_pool, batch, "C=2 M=1", "token-mean", 2.5, **options)
 
 
 class SlicedMasks(Prescribed):
@@ -189,7 +111,12 @@ class SlicedMasks(Prescribed):
             microbatch = next(data_iterator)
             return model(microbatch["loss_mask"]), partial(step.loss_func, microbatch)
 
-        return checked_plan(context, step, forward_step)
+        def finish(store):
+            step.validate()
+            return {**step.report(store), "is_empty": step.is_empty}
+
+        iterators = step.data_iterator(len(context.chunks))
+        return StepPlan(forward_step, iterators, len(context.microbatches), finish)
 
 
 @EVERY_REGIME
@@ -232,43 +159,21 @@ def test_06_the_flag_that_somebody_else_turned_on(rank_pool, layout):
 
 
 class Packed(Prescribed):
-    """All rows of a microbatch in one packed row, with or without padding between sequences."""
+    """All rows of a microbatch in one packed row; the padding is part of its sequence."""
 
-    padded: bool = False
+    form = "cu_seqlens"
 
-    def __call__(self, context):
+    def __call__(self, context, **kwargs):
+        options = {"form": self.form, "multiple": context.layout.width_multiple}
         for index, microbatch in enumerate(context.microbatches):
-            context.microbatches[index] = pack(microbatch, context.layout.cp, self.padded)
-        return super().__call__(context)
+            context.microbatches[index] = pack_rows(microbatch, **options)
+        return super().__call__(context, **kwargs)
 
 
 class PackedWithPadding(Packed):
-    padded = True
+    """The padding lies between the sequences."""
 
-
-def pack(microbatch, cp_size, padded):
-    """Rows trimmed to their last valid token (padded to 2C under CP) behind one another."""
-    pieces, lengths, padded_lengths = [], [], []
-    unit = 2 * cp_size if cp_size > 1 else 1
-    for losses, mask in zip(microbatch["losses"], microbatch["loss_mask"], strict=True):
-        length = max([i + 1 for i, m in enumerate(mask.tolist()) if m], default=1)
-        padded_length = -(-length // unit) * unit + (2 * unit if padded else 0)
-        lengths.append(length)
-        padded_lengths.append(padded_length)
-        filled = torch.full((2, padded_length), 9.0, dtype=torch.float64)
-        filled[1] = 0
-        filled[0, :length], filled[1, :length] = losses[:length], mask[:length].double()
-        pieces.append(filled)
-    losses, mask = torch.cat(pieces, dim=1)
-    return {
-        "losses": losses[None],
-        "loss_mask": mask[None].long(),
-        # Loaders repeat the last boundary to a fixed number of them.
-        "cu_seqlens": torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()] + [sum(lengths)]),
-        "cu_seqlens_padded": torch.tensor(
-            [0, *torch.tensor(padded_lengths).cumsum(0).tolist()] + [sum(padded_lengths)]
-        ),
-    }
+    form = "cu_seqlens_padded"
 
 
 @EVERY_REGIME
@@ -312,13 +217,24 @@ class WithUnits(Prescribed):
         return super().__call__(context, num_units=2)
 
 
+class PackedWithUnits(WithUnits, PackedWithPadding):
+    """The same with packed microbatches: unit_ids has an entry for the empty sequence too."""
+
+
 @EVERY_REGIME
 @pytest.mark.parametrize("planning", ["begin_step", "wrap"])
 @pytest.mark.parametrize(
-    "layout",
-    ["D=2 M=2", "C=2 D=2 M=2", *(pytest.param(t, marks=LONG) for t in ("D=1 M=4", "PP=2 D=2 M=2"))],
+    ("layout", "plan_type"),
+    [
+        ("D=2 M=2", WithUnits),
+        ("C=2 D=2 M=2", WithUnits),
+        ("C=2 D=2 M=1", PackedWithUnits),
+        *(pytest.param(t, WithUnits, marks=LONG) for t in ("D=1 M=4", "PP=2 D=2 M=2")),
+    ],
 )
-def test_23_units_that_straddle_ranks_and_microbatches(rank_pool, layout, planning, regime):
+def test_23_units_that_straddle_ranks_and_microbatches(
+    rank_pool, layout, plan_type, planning, regime
+):
     """radixark/miles#1929: per sample 2.0, per rollout 2.25; the two unit modes differ."""
     from megatron_lossagg.testing.layout import Layout
 
@@ -344,7 +260,7 @@ def test_23_units_that_straddle_ranks_and_microbatches(rank_pool, layout, planni
         (second, "unit-mean-token-mean", 8 / 3),
         (second, "unit-mean-seq-mean-token-mean", 2.75),
     ):
-        plan = WithUnits(mode, (("returns", returns),), planning)
+        plan = plan_type(mode, (("returns", returns),), planning)
         if planning == "begin_step":
             assert_step(rank_pool, batch, layout, mode, expected, per_token=per_token, plan=plan)
         else:

@@ -1,0 +1,132 @@
+"""What `megatron-lossagg verify` runs: options from a YAML file and from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_lossagg.commands.releases_table import chosen_releases
+from megatron_lossagg.testing.aggregator_plan import PLANNINGS
+from megatron_lossagg.testing.cp_conventions import CP_GRADIENTS
+from megatron_lossagg.testing.layout import Layout
+from megatron_lossagg.testing.packed_batch import PACKED_FORMS
+from megatron_lossagg.testing.release_matrix import MATRIX_LAYOUTS
+from megatron_lossagg.testing.verification import (
+    ALL_REGIMES,
+    DEFAULT_LAYOUTS,
+    DEFAULT_MODES,
+    REGIMES,
+    Case,
+    default_cases,
+)
+
+_KNOWN = {
+    "modes": tuple(DEFAULT_MODES),
+    "regimes": tuple(ALL_REGIMES),
+    "planning": PLANNINGS,
+    "cp_gradient": CP_GRADIENTS,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """The cases of one run: the product of all that is named here."""
+
+    layouts: tuple[Layout, ...] = tuple(layout for layout, _ in DEFAULT_LAYOUTS)
+    """As text: such as "PP=2 D=2 M=4", separated by ';'."""
+
+    modes: tuple[str, ...] = tuple(DEFAULT_MODES)
+    """Labels of `DEFAULT_MODES`; as text separated by ',', and so below."""
+
+    regimes: tuple[str, ...] = REGIMES
+    """Of R1, R2, R3, R4."""
+
+    planning: tuple[str, ...] = PLANNINGS
+    """Of begin_step, wrap."""
+
+    packed: bool = False
+    """Whether microbatches are packed sequences, in both forms, instead of padded rows."""
+
+    cp_gradient: tuple[str, ...] = ("local",)
+    """Of local, replicated-value, gathered."""
+
+    releases: tuple[str, ...] = ()
+    """Of `releases.RELEASES`, to run on instead of the installed one; as text also "all"."""
+
+    @classmethod
+    def load(cls, path: str | Path | None, overrides: Mapping[str, Any]) -> VerifyConfig:
+        """Read a YAML file, if there is one, and put `overrides` that are not None above it.
+
+        Each option but `packed` is a list, or text as on the command line.
+
+        Raises:
+            ValueError: the file cannot be read, or an option is unknown or of no use.
+        """
+        values = {} if path is None else _read(path, [field.name for field in fields(cls)])
+        values |= {name: value for name, value in overrides.items() if value is not None}
+        parsed = {name: _parsed(name, value) for name, value in values.items()}
+        if parsed.get("releases"):
+            parsed.setdefault("layouts", tuple(layout for layout, _ in MATRIX_LAYOUTS))
+        return cls(**parsed)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a convention would have no layout to show in."""
+        if self.cp_gradient != ("local",) and all(layout.cp == 1 for layout in self.layouts):
+            raise ValueError(
+                f"cp_gradient {', '.join(self.cp_gradient)} needs a layout with context "
+                f"parallelism, such as 'C=2 M=2', got {'; '.join(map(str, self.layouts))}"
+            )
+
+    def cases(self) -> list[Case]:
+        """What to run, in order."""
+        places = dict(DEFAULT_LAYOUTS)
+        return default_cases(
+            [(layout, places.get(layout, "all")) for layout in self.layouts],
+            self.regimes,
+            self.planning,
+            PACKED_FORMS if self.packed else ("rows",),
+            self.cp_gradient,
+        )
+
+
+def _read(path: str | Path, known: list[str]) -> dict[str, Any]:
+    """The options of a YAML file."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a mapping of options, got {values!r}")
+    unknown = [str(key) for key in values if key not in known]
+    if unknown:
+        raise ValueError(
+            f"{path}: unknown option(s) {', '.join(unknown)}; known ones: {', '.join(known)}"
+        )
+    return values
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """The value of a field from what a file or the command line has."""
+    if name == "packed":
+        if not isinstance(value, bool):
+            raise ValueError(f"packed must be true or false, got {value!r}")
+        return value
+    separator = ";" if name == "layouts" else ","
+    parts = value.split(separator) if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"{name} must be text or a list of texts, got {value!r}")
+    texts = list(dict.fromkeys(part.strip() for part in parts if part.strip()))
+    if not texts:
+        raise ValueError(f"{name} {value!r} names none")
+    if name == "releases":
+        return tuple(chosen_releases(",".join(texts)))
+    if name == "layouts":
+        return tuple(Layout.parse(text) for text in texts)
+    wrong = ", ".join(repr(text) for text in texts if text not in _KNOWN[name])
+    if wrong:
+        raise ValueError(f"{name}: {wrong} is none of {', '.join(_KNOWN[name])}")
+    return tuple(texts)
