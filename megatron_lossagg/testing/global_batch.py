@@ -17,8 +17,8 @@ class GlobalBatch:
     Attributes:
         rows: field name -> tensor [num_rows, width, ...]; [num_rows] for a number per sequence.
         assignment: for each data-parallel rank, for each microbatch, the indices of its rows. Every
-            row is used exactly once; all ranks have the same number of microbatches, while the
-            number of rows may differ from microbatch to microbatch.
+            row is used exactly once. Ranks may have other numbers of microbatches, at least one,
+            and microbatches other numbers of rows.
     """
 
     rows: Mapping[str, torch.Tensor]
@@ -30,10 +30,10 @@ class GlobalBatch:
         if len(set(sizes.values())) != 1:
             raise ValueError(f"GlobalBatch: fields must have one number of rows, got {sizes}")
         counts = [len(microbatches) for microbatches in self.assignment]
-        if len(set(counts)) != 1:
+        if not counts or min(counts) == 0:
             raise ValueError(
-                f"GlobalBatch: all data-parallel ranks need the same number of microbatches, got "
-                f"{counts}"
+                f"GlobalBatch: every data-parallel rank needs a microbatch, got {counts}; one "
+                "without sequences gets rows that a sample_mask of 0 takes out"
             )
         used = [row for rank in self.assignment for microbatch in rank for row in microbatch]
         if sorted(used) != list(range(self.num_rows)):
@@ -59,8 +59,8 @@ class GlobalBatch:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches per data-parallel rank."""
-        return len(self.assignment[0])
+        """Microbatches of the data-parallel rank that has most."""
+        return max(map(len, self.assignment))
 
     @property
     def longest_sequence(self) -> int:

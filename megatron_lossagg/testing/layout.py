@@ -11,6 +11,7 @@ _KEYS = {
     "C": "cp",
     "EP": "ep",
     "D": "dp",
+    "INST": "optimizer_instances",
     "SP": "sequence_parallel",
     "M": "num_microbatches",
 }
@@ -28,7 +29,9 @@ class Layout:
         cp: context-parallel size C.
         ep: expert-parallel size. Its ranks are among the D * C * TP ranks of a pipeline stage, and
             with `ep` > 1 tensor parallelism does not split the matrices of an expert.
-        num_microbatches: microbatches M per data-parallel rank and step.
+        optimizer_instances: groups of data x context parallel ranks, in each of which the
+            distributed optimizer shards for itself (`num_distributed_optimizer_instances`).
+        num_microbatches: microbatches M per data-parallel rank and step, of the rank with most.
         sequence_parallel: whether activations between tensor-parallel regions are sharded; needs
             `tp` > 1.
     """
@@ -39,12 +42,15 @@ class Layout:
     vpp: int = 1
     cp: int = 1
     ep: int = 1
+    optimizer_instances: int = 1
     num_microbatches: int = 1
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         """Check the sizes, and what Megatron's schedules demand of them."""
-        for name in ("dp", "tp", "pp", "vpp", "cp", "ep", "num_microbatches"):
+        for name in _KEYS.values():
+            if name == "sequence_parallel":
+                continue
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"Layout: {name} must be an int of at least 1, got {size!r}")
@@ -59,6 +65,11 @@ class Layout:
             )
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("Layout: sequence_parallel needs tp > 1, got tp=1")
+        if self.dp * self.cp % self.optimizer_instances:
+            raise ValueError(
+                f"Layout: optimizer_instances must divide dp * cp = {self.dp * self.cp}, got "
+                f"{self.optimizer_instances}"
+            )
         ranks_per_stage = self.dp * self.cp * self.tp
         if ranks_per_stage % self.ep:
             raise ValueError(

@@ -82,7 +82,9 @@ def build_model_chunks(
         chunks.append(model)
     if wrap_with_ddp:
         ddp_fields = {
-            "use_distributed_optimizer": use_distributed_optimizer,
+            "use_distributed_optimizer": use_distributed_optimizer
+            or layout.optimizer_instances > 1,
+            "num_distributed_optimizer_instances": layout.optimizer_instances,
             "overlap_grad_reduce": overlap_grad_reduce,
             **(ddp_overrides or {}),
         }

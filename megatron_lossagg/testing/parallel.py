@@ -139,6 +139,9 @@ def _check_world_size(layout: Layout, world_size: int) -> None:
 
 
 def _initialize_groups(parallel_state: Any, layout: Layout) -> None:
+    instances = {}
+    if layout.optimizer_instances > 1:
+        instances = {"num_distributed_optimizer_instances": layout.optimizer_instances}
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -146,6 +149,7 @@ def _initialize_groups(parallel_state: Any, layout: Layout) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1 if layout.ep > 1 else None,
+        **instances,
     )
 
 

@@ -10,8 +10,9 @@ from test_regimes import REGIMES
 from megatron_lossagg import LossAggError, LossAggregator, ParallelGroups, ScheduleContract
 from megatron_lossagg.testing.layout import Layout
 from megatron_lossagg.testing.model_chunks import set_config_hooks
-from megatron_lossagg.testing.parallel import destroy_model_parallel, initialize_model_parallel
+from megatron_lossagg.testing.parallel import initialize_model_parallel
 from megatron_lossagg.testing.tiny_gpt import TinyGPT, transformer_config
+from megatron_lossagg.testing.verification import Case, run_cases
 
 LONG = pytest.mark.conformance
 FSDP2, MEGATRON_FSDP = "TorchFullyShardedDataParallel", "FullyShardedDataParallel"
@@ -135,40 +136,19 @@ def test_first_step_refuses_what_is_not_exact(rank_pool, kind, regime, measures,
         assert found is not None and found.startswith(expected), found
 
 
-def with_instances(text, regime):
-    """Two instances of the distributed optimizer: what measuring finds."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    from megatron_lossagg.measure import stage_of
-
-    per_token, returns = REGIMES[regime]
-    layout = Layout.parse(text)
-    initialize_model_parallel(layout)
-    destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=layout.pp,
-        context_parallel_size=layout.cp,
-        num_distributed_optimizer_instances=2,
-    )
-    sizes = TinyGPT(num_layers=4, hidden_size=1, num_heads=1)
-    config = transformer_config(sizes, layout, calculate_per_token_loss=per_token)
-    groups = ParallelGroups.from_megatron()
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, num_distributed_optimizer_instances=2
-    )
-    stage = stage_of(config, groups, 0)
-    chunk = DistributedDataParallel(config=config, ddp_config=ddp_config, module=stage)
-    set_config_hooks([chunk])
-    found = ScheduleContract.measure(config, groups, returns=returns, model=[chunk])
-    parallel_state.destroy_model_parallel()
-    num_tokens = found.num_microbatches * groups.dp_cp_size if regime == "R3" else 1
-    return found.factor * found.contract.loss_factor(found.num_microbatches) * num_tokens
-
-
-@pytest.mark.parametrize("text", ["D=4 M=1", pytest.param("D=2 C=2 M=1", marks=LONG)])
-def test_several_optimizer_instances(rank_pool, text):
+@pytest.mark.parametrize(
+    ("text", "regime"),
+    [
+        ("INST=2 D=4 M=2", "R1"),
+        ("INST=2 C=2 D=2 M=2", "R3"),
+        *(
+            pytest.param(text, regime, marks=LONG)
+            for text in ("INST=2 D=4 M=2", "INST=2 C=2 D=2 M=2", "INST=2 PP=2 D=2 M=2")
+            for regime in REGIMES
+        ),
+    ],
+)
+def test_several_optimizer_instances(rank_pool, text, regime):
     """Reduce-scatter inside an instance, all-reduce between them: D is still all ranks."""
-    for regime in REGIMES:
-        for factor in rank_pool.run(with_instances, text, regime, world_size=4):
-            assert factor == pytest.approx(1, rel=1e-6)
+    [result] = run_cases(rank_pool, [Case(Layout.parse(text), regime)])
+    assert len(result.modes) == 6 and result.passed, result

@@ -1,0 +1,47 @@
+"""The fixture where data, context and pipeline parallelism meet: D=2 C=2 PP=2, eight ranks."""
+
+from __future__ import annotations
+
+import pytest
+from prescribed import assert_step
+from test_public_reports import F_VALUES, fixture_f
+
+from megatron_lossagg.testing import Layout, RankPool
+from megatron_lossagg.testing.verification import ALL_REGIMES, Case, run_cases
+
+pytestmark = pytest.mark.conformance
+LAYOUT = "PP=2 C=2 D=2 M=2"
+
+
+@pytest.fixture(scope="module")
+def eight_ranks():
+    with RankPool(8) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("regime", ALL_REGIMES)
+def test_fixture(eight_ranks, regime):
+    """Every mode, valid and nominal counts, prescribed losses: J and gradients."""
+    per_token, returns = ALL_REGIMES[regime]
+    for mode, options, nominal, valid in F_VALUES:
+        for count, expected in (("nominal", nominal), ("valid", valid)):
+            assert_step(
+                eight_ranks,
+                fixture_f(LAYOUT),
+                LAYOUT,
+                mode,
+                expected,
+                per_token=per_token,
+                sequence_count=count,
+                returns=returns,
+                **options,
+            )
+
+
+@pytest.mark.parametrize("regime", ALL_REGIMES)
+def test_whole_model(eight_ranks, regime):
+    """Whole-model gradients of every mode, padded and packed."""
+    layout = Layout.parse(LAYOUT)
+    for form in ("rows", "cu_seqlens_padded"):
+        [result] = run_cases(eight_ranks, [Case(layout, regime, form=form)])
+        assert len(result.modes) == 6 and result.passed, result
