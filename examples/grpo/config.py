@@ -129,6 +129,8 @@ class TrainingConfig:
         _check_positive("", self, names=("steps", "micro_batch_size"))
         if self.save_every < 0:
             raise ValueError(f"save_every={self.save_every} must not be negative.")
+        if self.loss_agg.terms:
+            raise ValueError("loss_agg.terms: this example has one loss; give it a loss_agg_mode.")
         if self.loss_agg.weights_key != WEIGHTS_KEY:
             raise ValueError(
                 f"loss_agg.weights_key={self.loss_agg.weights_key!r} does not work here: weights "

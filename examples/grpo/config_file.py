@@ -80,6 +80,10 @@ def _convert(annotation: Any, value: Any, name: str) -> Any:
         if value is None and type(None) in typing.get_args(annotation):
             return None
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{name} must be a list, got {value!r}.")
+        return tuple(value)
     if annotation is float and not isinstance(value, bool):
         # YAML reads 1e-3, without a point, as text.
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from own_modes import reference_on_rank, steps_on_rank
 
 from megatron_lossagg import register_mode
 from megatron_lossagg.modes import _MODES, get_mode
@@ -39,7 +40,8 @@ def forget_own_modes():
 
 
 def run(rank_pool, text, regime, planning, **options):
-    from dataclasses import replace
+    # Imported late: it registers its mode, which tests of other files would see.
+    from own_modes import reference_on_rank, steps_on_rank
 
     layout, gpt = Layout.parse(text), TinyGPT()
     batch = standard_batch(layout)
