@@ -173,6 +173,15 @@ def mode_names() -> tuple[str, ...]:
     return tuple(_MODES)
 
 
+_BUILT_IN = tuple(_MODES)
+
+
+def registered_names() -> tuple[str, ...]:
+    """The modes that `register_mode` added, in this process or in a module to import."""
+    _import_registered()
+    return tuple(name for name in _MODES if name not in _BUILT_IN)
+
+
 def register_mode(
     name: str,
     sequence_factor: Callable[[Tensor, ModeInputs], Tensor],

@@ -19,7 +19,6 @@ from megatron_lossagg.testing.faults import fault_names
 from megatron_lossagg.testing.rank_pool import RankPool
 from megatron_lossagg.testing.verification import (
     DEFAULT_LAYOUTS,
-    DEFAULT_MODES,
     CaseResult,
     run_cases,
 )
@@ -112,12 +111,11 @@ def verify(
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     fault = None if plant is None else plant.value
     if chosen.releases:
-        modes_by_label = {label: DEFAULT_MODES[label] for label in chosen.modes}
         if not verify_releases(
             chosen.releases,
             releases_dir,
             chosen.cases(),
-            modes_by_label,
+            chosen.plans(),
             fault=fault,
             timeout_s=timeout,
             as_json=print_json,
@@ -138,13 +136,12 @@ def run_config(
 ) -> Outcome:
     """Start ranks for the largest layout and run all cases on them."""
     cases = config.cases()
-    modes = {label: DEFAULT_MODES[label] for label in config.modes}
     results: list[CaseResult] = []
     failure: LossAggError | None = None
     started = time.monotonic()
     try:
         with RankPool(max(case.layout.world_size for case in cases), timeout_s=timeout) as pool:
-            running = run_cases(pool, cases, modes, fault=fault)
+            running = run_cases(pool, cases, config.plans(), fault=fault)
             results.extend(with_progress(running, len(cases), show=show_progress))
     except LossAggError as error:
         failure = error

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lossagg.commands.releases_table import chosen_releases
-from megatron_lossagg.testing.aggregator_plan import PLANNINGS
+from megatron_lossagg.modes import registered_names
+from megatron_lossagg.testing.aggregator_plan import PLANNINGS, AggregatorPlan
 from megatron_lossagg.testing.cp_conventions import CP_GRADIENTS
 from megatron_lossagg.testing.layout import Layout
 from megatron_lossagg.testing.packed_batch import PACKED_FORMS
@@ -38,7 +39,7 @@ class VerifyConfig:
     """As text: such as "PP=2 D=2 M=4", separated by ';'."""
 
     modes: tuple[str, ...] = tuple(DEFAULT_MODES)
-    """Labels of `DEFAULT_MODES`; as text separated by ',', and so below."""
+    """Labels of `DEFAULT_MODES` or names of registered modes; as text separated by ','."""
 
     regimes: tuple[str, ...] = REGIMES
     """Of R1, R2, R3, R4."""
@@ -78,6 +79,10 @@ class VerifyConfig:
                 f"cp_gradient {', '.join(self.cp_gradient)} needs a layout with context "
                 f"parallelism, such as 'C=2 M=2', got {'; '.join(map(str, self.layouts))}"
             )
+
+    def plans(self) -> dict[str, AggregatorPlan]:
+        """The plan of each mode."""
+        return {label: DEFAULT_MODES.get(label) or AggregatorPlan(label) for label in self.modes}
 
     def cases(self) -> list[Case]:
         """What to run, in order."""
@@ -126,7 +131,8 @@ def _parsed(name: str, value: Any) -> Any:
         return tuple(chosen_releases(",".join(texts)))
     if name == "layouts":
         return tuple(Layout.parse(text) for text in texts)
-    wrong = ", ".join(repr(text) for text in texts if text not in _KNOWN[name])
+    known = (*_KNOWN[name], *(registered_names() if name == "modes" else ()))
+    wrong = ", ".join(repr(text) for text in texts if text not in known)
     if wrong:
-        raise ValueError(f"{name}: {wrong} is none of {', '.join(_KNOWN[name])}")
+        raise ValueError(f"{name}: {wrong} is none of {', '.join(known)}")
     return tuple(texts)

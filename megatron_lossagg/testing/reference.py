@@ -37,8 +37,10 @@ def reference_loss(
     token-mean: sum over tokens / T. token-sum: sum over tokens. seq-mean-token-sum: sum over
     tokens / B. seq-mean-token-mean: mean over sequences of the mean over tokens.
     seq-mean-token-sum-norm: sum over tokens / L, and / B if norm_semantics is "seq-mean".
+    unit-mean-token-sum: mean over units of the sum over the unit's tokens.
     unit-mean-token-mean: mean over units of the mean over the unit's tokens.
     unit-mean-seq-mean-token-mean: mean over units of the mean over its sequences of token means.
+    Of a registered mode the definition is its function: it gives the weight of each sequence.
 
     Args:
         losses: [num_seqs, width], one value per token.
@@ -90,16 +92,45 @@ def reference_loss(
             raise ValueError("reference_loss: seq-mean-token-sum-norm needs loss_scale_factor")
         per_length = _sum(token_sums) / loss_scale_factor
         return per_length / num_seqs if norm_semantics == "seq-mean" else per_length
-    if loss_agg_mode in ("unit-mean-token-mean", "unit-mean-seq-mean-token-mean"):
-        of_unit = (
-            token_mean
-            if loss_agg_mode == "unit-mean-token-mean"
-            else mean_over_sequences_of_token_means
-        )
+    of_units = {
+        "unit-mean-token-sum": lambda rows: _sum(token_sums[row] for row in rows),
+        "unit-mean-token-mean": token_mean,
+        "unit-mean-seq-mean-token-mean": mean_over_sequences_of_token_means,
+    }
+    if loss_agg_mode in of_units:
+        of_unit = of_units[loss_agg_mode]
         valid_units = {unit for unit, count in zip(units, token_counts, strict=True) if count > 0}
         means = (of_unit([r for r in everything if units[r] == unit]) for unit in valid_units)
         return _sum(means) / max(1, len(valid_units))
-    raise ValueError(f"reference_loss: unknown loss_agg_mode {loss_agg_mode!r}")
+    weight = _registered_weight(
+        loss_agg_mode, sum(token_counts), num_seqs, num_valid, loss_scale_factor, norm_semantics
+    )
+    return _sum(weight(n) * total for n, total in zip(token_counts, token_sums, strict=True) if n)
+
+
+def _registered_weight(
+    loss_agg_mode: str,
+    num_tokens: int,
+    num_seqs: int,
+    num_valid: int,
+    loss_scale_factor: float | None,
+    norm_semantics: str,
+) -> Callable[[int], torch.Tensor]:
+    """n_s -> weight of a token, by the function that was registered: it defines the mode."""
+    from megatron_lossagg.modes import ModeInputs, get_mode, registered_names
+
+    if loss_agg_mode not in registered_names():
+        raise ValueError(f"reference_loss: unknown loss_agg_mode {loss_agg_mode!r}")
+    tokens, seqs, valid = torch.tensor(
+        [num_tokens, num_seqs, num_valid], dtype=torch.float64
+    ).unbind()
+    counts = ModeInputs(tokens, seqs, valid, loss_scale_factor, norm_semantics)
+    factor = get_mode(loss_agg_mode).sequence_factor
+
+    def weight(n_s: int) -> torch.Tensor:
+        return factor(torch.tensor([float(n_s)], dtype=torch.float64), counts).reshape(-1)[0]
+
+    return weight
 
 
 def reference_run(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +119,16 @@ def test_modules_named_in_the_environment_are_imported(monkeypatch, tmp_path):
         get_mode("from-a-module")
     monkeypatch.setenv("MEGATRON_LOSSAGG_IMPORT", "some_modes")
     assert get_mode("from-a-module").name == "from-a-module"
+
+
+@pytest.mark.conformance
+def test_verify_finds_modes_of_a_module(monkeypatch):
+    """`megatron-lossagg --import own_modes verify --modes sqrt-length`: exact; a fault is found."""
+    arguments = ["--import", "own_modes", "verify", "--modes", "sqrt-length"]
+    arguments += ["--layouts", "C=2 M=2", "--regimes", "R1,R3"]
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    for fault, expected in ((), 0), (("--plant", "drop-num-microbatches"), 1):
+        command = [sys.executable, "-m", "megatron_lossagg.cli", *arguments, *fault]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == expected, done.stdout + done.stderr
