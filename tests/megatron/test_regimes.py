@@ -235,7 +235,7 @@ class PackedWithUnits(WithUnits, PackedWithPadding):
 def test_23_units_that_straddle_ranks_and_microbatches(
     rank_pool, layout, plan_type, planning, regime
 ):
-    """radixark/miles#1929: per sample 2.0, per rollout 2.25; the two unit modes differ."""
+    """radixark/miles#1929: per sample 2.0, per rollout 2.25; the unit modes differ."""
     from megatron_lossagg.testing.layout import Layout
 
     per_token, returns = REGIMES[regime]
@@ -259,6 +259,7 @@ def test_23_units_that_straddle_ranks_and_microbatches(
         (first, "unit-mean-token-mean", 2.25),
         (second, "unit-mean-token-mean", 8 / 3),
         (second, "unit-mean-seq-mean-token-mean", 2.75),
+        (second, "unit-mean-token-sum", 5.0),
     ):
         plan = plan_type(mode, (("returns", returns),), planning)
         if planning == "begin_step":

@@ -189,6 +189,21 @@ def test_metrics_of_a_single_loss():
     assert report == {"loss": 20.0, "mean": pytest.approx(20 / 7), "top": 6.0, "bottom": -6.0}
 
 
+def test_metrics_per_unit():
+    """Sums over units, divided by the units that have a token: 3 and 7 tokens make 5 a unit."""
+
+    def loss_fn(output, microbatch):
+        return output, {"tokens_per_unit": torch.ones_like(output)}
+
+    terms = [LossTerm("t", loss_fn, "token-mean", metrics={"tokens_per_unit": "units"})]
+    mask = [[1] * 5, [1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [0] * 5]
+    microbatch = make_microbatch([[1.0] * 5] * 4, mask, unit_ids=torch.tensor([0, 1, 0, 2]))
+    with pytest.raises(ValueError, match="num_units must be an int"):
+        make(terms).begin_step([microbatch])
+    step = make(terms).begin_step([microbatch], num_units=3)
+    assert step.report(run_step(step))["tokens_per_unit"] == pytest.approx(5.0)
+
+
 def test_extremes_of_an_empty_batch_are_nan():
     """No token, no extreme value; sums are 0."""
     terms = [LossTerm("t", lambda o, m: (o, {"top": o}), "token-mean", metrics={"top": "max"})]
