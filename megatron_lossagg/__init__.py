@@ -3,9 +3,10 @@
 from megatron_lossagg.agg_loss import agg_loss
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.config import LossAggConfig
-from megatron_lossagg.counts import GlobalCounts, count_global_batch
+from megatron_lossagg.counts import count_global_batch
 from megatron_lossagg.cp_slicing import slice_for_cp
 from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.modes import register_mode
 from megatron_lossagg.schedule import ScheduleContract

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.config import LossAggConfig
-from megatron_lossagg.counts import GlobalCounts
 from megatron_lossagg.deferred import DeferredPlan
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.finalizer import Finalizer
+from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.measure import Measurement
 from megatron_lossagg.modes import ModeSpec
@@ -20,7 +20,8 @@ from megatron_lossagg.objective import LossFn, make_objective
 from megatron_lossagg.plan import Microbatch, WeightPlan
 from megatron_lossagg.schedule import ScheduleContract
 from megatron_lossagg.settings import Settings
-from megatron_lossagg.step import Step, StepContext
+from megatron_lossagg.step import Step
+from megatron_lossagg.step_context import StepContext
 from megatron_lossagg.stream import WrappedStream, resolve_num_microbatches
 from megatron_lossagg.terms import LossTerm, TermFn
 

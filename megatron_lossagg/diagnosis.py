@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megatron_lossagg.counts import GlobalCounts
+from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.schedule import ScheduleContract

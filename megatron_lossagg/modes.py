@@ -32,7 +32,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from megatron_lossagg.counts import GlobalCounts
+from megatron_lossagg.global_counts import GlobalCounts
 
 SEQUENCE_COUNTS = ("valid", "nominal")
 NORM_SEMANTICS = ("sum", "seq-mean")

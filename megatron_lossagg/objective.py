@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megatron_lossagg.loss import check_token_losses, masked_weighted_sum
 from megatron_lossagg.modes import get_mode
+from megatron_lossagg.report import Totals
 from megatron_lossagg.terms import LossTerm, Weighting
 
 MAIN_MASK = "loss_mask"
@@ -121,6 +123,20 @@ class Objective:
     def coefficients(self, iteration: int | None) -> tuple[float, ...]:
         """c_k of every term."""
         return tuple(term.coefficient_at(iteration) for term in self.terms)
+
+    def values_of(self, totals: Totals) -> dict[str, float]:
+        """Every reported value of the global batch: sums first, divided once."""
+        # Under R3 a batch without a valid token has denominator 0, and nothing divides.
+        found = {
+            name: numerator / denominator if denominator else numerator
+            for name, (numerator, denominator) in zip(
+                self.sum_names, totals.pairs.tolist(), strict=True
+            )
+        }
+        for metric, value in zip(self.extremes, totals.extremes.tolist(), strict=True):
+            value = value if metric.normaliser == "max" else -value
+            found[metric.name] = value if math.isfinite(value) else math.nan
+        return found
 
     def sums_of(
         self,

@@ -21,7 +21,7 @@ from megatron_lossagg.refusals import (
     uses_hybrid_cp,
 )
 from megatron_lossagg.schedule import ScheduleContract, check_model_config, check_options
-from megatron_lossagg.step import StepContext
+from megatron_lossagg.step_context import StepContext
 from megatron_lossagg.weights import check_weight_dtype
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lossagg.counts import GlobalCounts
+from megatron_lossagg.count_metrics import NUM_COUNT_FACTS, count_facts, count_metrics
 from megatron_lossagg.deferred import DeferredPlan
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.loss import weights_of
-from megatron_lossagg.objective import Objective
 from megatron_lossagg.plan import WeightPlan
 from megatron_lossagg.record import (
     PassRecord,
@@ -25,37 +22,8 @@ from megatron_lossagg.record import (
     raise_problems,
 )
 from megatron_lossagg.report import MicrobatchReport, reduce_reports
-from megatron_lossagg.schedule import MAX_NUM_TOKENS_R3, ScheduleContract
-
-
-@dataclass(frozen=True)
-class StepContext:
-    """What all steps of one aggregator share.
-
-    Attributes:
-        objective: terms and metrics.
-        coefficients: of the terms, at this iteration.
-        contract: the regime and its factors.
-        groups: the process groups.
-        weights_keys: the fields that carry the weights of each of the objective's weightings.
-        reports_counts: whether `report` also tells the counts of the global batch.
-        plan_copies: on how many context-parallel ranks the plan has each token.
-        counts_loss_calls: whether `loss_func` runs once per microbatch, in Python.
-        sees_weights: whether it runs in Python, so that the weights it saw can be summed.
-        divides_later: the weights lack their global divisor: gradients and reports get it when
-            gradients are finalized.
-    """
-
-    objective: Objective
-    coefficients: tuple[float, ...]
-    contract: ScheduleContract
-    groups: ParallelGroups
-    weights_keys: tuple[str, ...]
-    reports_counts: bool = False
-    plan_copies: int = 1
-    counts_loss_calls: bool = True
-    sees_weights: bool = True
-    divides_later: bool = False
+from megatron_lossagg.schedule import MAX_NUM_TOKENS_R3
+from megatron_lossagg.step_context import StepContext
 
 
 class Step:
@@ -309,35 +277,17 @@ class Step:
             num_extremes=len(objective.extremes),
             num_reports=self.num_microbatches if self._context.counts_loss_calls else None,
             evidence_of_tokens=self._evidence_of_tokens(),
-            facts=self._facts() if context.reports_counts else None,
-            num_facts=len(_FACTS) if context.reports_counts else 0,
+            facts=count_facts(self._plan, objective) if context.reports_counts else None,
+            num_facts=NUM_COUNT_FACTS if context.reports_counts else 0,
             broadcast_over_pipeline=broadcast_over_pipeline,
         )
         if totals is None:
             return {}
         self._reported_empty = totals.evidence == 0
-        # Under R3 a batch without a valid token has denominator 0, and nothing divides.
-        found = {
-            name: numerator / denominator if denominator else numerator
-            for name, (numerator, denominator) in zip(
-                objective.sum_names, totals.pairs.tolist(), strict=True
-            )
-        }
-        for metric, value in zip(objective.extremes, totals.extremes.tolist(), strict=True):
-            value = value if metric.normaliser == "max" else -value
-            found[metric.name] = value if math.isfinite(value) else math.nan
+        found = objective.values_of(totals)
         if context.reports_counts:
-            found |= _count_metrics(*totals.facts.tolist())
+            found |= count_metrics(totals.facts)
         return found
-
-    def _facts(self) -> Tensor | None:
-        """What `_FACTS` names, if this rank knows it."""
-        if not isinstance(self._plan, WeightPlan):
-            return None
-        counts = self._plan.counts
-        is_valid = self._context.objective.weightings[0].spec.sequence_count == "valid"
-        num_seqs = counts.num_valid_seqs if is_valid else counts.num_seqs
-        return torch.stack([counts.num_tokens, num_seqs, self._plan.num_positions()]).double()
 
     def _evidence_of_tokens(self) -> Tensor:
         """Above zero, after a sum over ranks, exactly if the global batch has a valid token."""
@@ -346,15 +296,3 @@ class Step:
         if self._record.weight_sums:
             return torch.stack(self._record.weight_sums)[:, 0].sum()
         return torch.zeros((), dtype=torch.float64)
-
-
-_FACTS = ("num_tokens", "num_seqs", "num_positions")
-
-
-def _count_metrics(num_tokens: float, num_seqs: float, num_positions: float) -> dict[str, float]:
-    return {
-        "num_tokens": num_tokens,
-        "num_seqs": num_seqs,
-        "response_length": num_tokens / num_seqs if num_seqs else 0.0,
-        "masked_fraction": 1 - num_tokens / num_positions if num_positions > 0 else math.nan,
-    }

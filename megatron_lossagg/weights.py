@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_lossagg.counts import GlobalCounts
+from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.modes import ModeSpec, get_mode
 from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.units import LocalUnits

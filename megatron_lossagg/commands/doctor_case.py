@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_lossagg.config import LossAggConfig
-from megatron_lossagg.counts import GlobalCounts
+from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.testing.layout import Layout
