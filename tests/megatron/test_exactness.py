@@ -19,6 +19,7 @@ from megatron_lossagg.testing.gradients import relative_error
 from megatron_lossagg.testing.layout import Layout
 from megatron_lossagg.testing.tiny_gpt import TinyGPT
 from megatron_lossagg.testing.verification import (
+    ALL_REGIMES,
     DEFAULT_LAYOUTS,
     GRADIENT_BOUNDS,
     REGIMES,
@@ -74,6 +75,8 @@ def test_the_standard_batch_is_nasty():
 
 def assert_exact(pool, batch: GlobalBatch, case: Case, plans: list[AggregatorPlan], **gpt_options):
     gpt = TinyGPT(**gpt_options)
+    as_in_case = {"planning": case.planning, "returns": ALL_REGIMES[case.regime][1]}
+    plans = [replace(plan, **as_in_case) for plan in plans]
     [references] = pool.run(references_on_rank, gpt, batch, plans, world_size=1)
     results = pool.run(case_on_rank, gpt, batch, case, plans, world_size=case.layout.world_size)
     for index, (loss, gradients) in enumerate(references):
