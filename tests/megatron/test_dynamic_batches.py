@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from pairs import all_pairs
 from prescribed import batch_of, prescribed_losses
 from test_exactness import ALL_MODES, FIELDS, assert_exact
 
@@ -28,15 +29,10 @@ UNEVEN = (((0, 1), (2,), (3, 4, 5)), ((6, 7),))
 
 
 def cases(*short):
-    """(layout, regime, planning): those named, and every other combination as the long matrix."""
+    """(layout, regime, planning): those named, and in the long matrix all pairs of them."""
     texts = dict.fromkeys(text for text, _, _ in short)
-    everything = [
-        (text, regime, planning)
-        for text in texts
-        for regime in ALL_REGIMES
-        for planning in ("begin_step", "wrap")
-    ]
-    return [*short, *(pytest.param(*c, marks=LONG) for c in everything if c not in short)]
+    others = all_pairs(texts, ALL_REGIMES, ("begin_step", "wrap"))
+    return [*short, *(pytest.param(*c, marks=LONG) for c in others if c not in short)]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from pairs import all_pairs
 from prescribed import batch_of, even, run
 
 from megatron_lossagg import LossAggregator, LossTerm, slice_for_cp
@@ -187,10 +188,12 @@ CASES = [
     ("C=2 D=2 M=2", "R3", "begin_step"),
     ("TP=2 PP=2 M=4", "R3", "wrap"),
     *(
-        pytest.param(text, regime, planning, marks=LONG)
-        for text in ("D=4 M=4", "C=2 D=2 M=2", "TP=2 PP=2 M=4", "PP=2 VPP=2 C=2 M=4")
-        for regime in ALL_REGIMES
-        for planning in ("begin_step", "wrap")
+        pytest.param(*case, marks=LONG)
+        for case in all_pairs(
+            ("D=4 M=4", "C=2 D=2 M=2", "TP=2 PP=2 M=4", "PP=2 VPP=2 C=2 M=4"),
+            ALL_REGIMES,
+            ("begin_step", "wrap"),
+        )
     ),
 ]
 
