@@ -153,6 +153,7 @@ def run_global_batch(
             gpt, layout, ddp_overrides=ddp_overrides, **flags
         )
         set_config_hooks(chunks)
+    _forget_logged_moe_losses()
     for chunk in chunks:
         chunk.train()
         chunk.zero_grad_buffer()
@@ -167,6 +168,17 @@ def run_global_batch(
         kept[key] = chunks
     is_first_rank = dist.get_rank() == 0
     return RunResult(gradients if is_first_rank else None, _detached(store), _detached(report))
+
+
+def _forget_logged_moe_losses() -> None:
+    """Empty Megatron's log of auxiliary losses, which has the first model's number of layers."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+
+    for module in (parallel_state, moe_utils):  # up to 0.13, and since
+        tracker = getattr(module, "get_moe_layer_wise_logging_tracker", None)
+        if tracker is not None:
+            tracker().clear()
 
 
 def _run_schedule(
