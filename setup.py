@@ -20,6 +20,7 @@ def read_version() -> str:
 MEGATRON = ["megatron-core>=0.12"]
 CONFIG = ["PyYAML>=6"]
 CLI = [*CONFIG, "rich>=13", "typer>=0.12"]
+EXPLAIN = [*CLI, "matplotlib>=3.8", "numpy"]
 EXAMPLES = [*MEGATRON, *CLI, "matplotlib>=3.8", "numpy", "psutil"]
 TENSORBOARD = ["tensorboard>=2.14"]
 
@@ -37,6 +38,8 @@ setup(
         "megatron": MEGATRON,
         "config": CONFIG,
         "cli": CLI,
+        "explain": EXPLAIN,
+        "parquet": ["pyarrow>=14"],
         "examples": EXAMPLES,
         "tensorboard": TENSORBOARD,
         "test": [*EXAMPLES, *TENSORBOARD, "einops", "hypothesis>=6.100", "pytest>=8"],

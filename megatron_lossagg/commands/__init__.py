@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from megatron_lossagg.commands.doctor import doctor
+from megatron_lossagg.commands.explain import explain
 from megatron_lossagg.commands.modes import modes
 from megatron_lossagg.commands.verify import verify
 
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(verify)
 app.command()(doctor)
 app.command()(modes)
+app.command()(explain)
 
 
 @app.callback()

@@ -1,0 +1,1 @@
+"""How much weight each mode gives to tokens, sequences, lengths and rewards of real rollouts."""
