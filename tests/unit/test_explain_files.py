@@ -305,24 +305,3 @@ def test_command_as_json(tmp_path, monkeypatch):
     result = explain(path, "--json", "--out", tmp_path / "out", "--no-picture")
     assert json.loads(result.stdout)["files"] == {"page": str(tmp_path / "out" / "a.html")}
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["a.html"]
-
-
-def test_real_rollouts():
-    """The numbers that the README gives for the GSM8K rollouts."""
-    path = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_rollouts.jsonl"
-    if not path.exists():
-        pytest.skip(f"needs {path}")
-    explanation = Explanation.of(path.name, read_rollouts(path, FieldOptions()))
-    by_label = {mode.label: mode for mode in explanation.modes}
-    token_mean, seq_mean = by_label["token-mean"], by_label["seq-mean-token-mean"]
-    wrong = explanation.rewards[0]
-    said = " ".join(reading_help(explanation))
-    assert explanation.num_valid_seqs == 5276
-    assert round(explanation.share(token_mean, explanation.long), 3) == 0.208
-    assert round(explanation.share(seq_mean, explanation.long), 3) == 0.1
-    assert round(explanation.share(token_mean, wrong), 3) == 0.674
-    assert round(explanation.share(seq_mean, wrong), 3) == 0.621
-    assert (
-        "In seq-mean-token-mean a byte of a long wrong answer (reward 0) weighs 1/5.4 of a byte of "
-        "a short right answer (reward 1)"
-    ) in said
