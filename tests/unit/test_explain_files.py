@@ -17,7 +17,6 @@ from megatron_lossagg.explain.explanation import Explanation
 from megatron_lossagg.explain.fields import FieldOptions
 from megatron_lossagg.explain.files import read_rollouts
 from megatron_lossagg.explain.page import page
-from megatron_lossagg.explain.sentences import reading_help
 
 ROWS = [
     {"prompt_id": 7, "response": "né a", "reward": 1},
