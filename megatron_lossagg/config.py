@@ -32,7 +32,7 @@ class LossAggConfig:
     """"sum" (1/L) or "seq-mean" (1/(B*L))."""
 
     sequence_count: str = "valid"
-    """B counts "valid" sequences or "nominal" rows."""
+    """B and U count "valid" sequences and units, or "nominal" ones."""
 
     cp_gradient: str = "local"
     """"local", "replicated-value" or "gathered"."""
