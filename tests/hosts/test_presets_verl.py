@@ -18,16 +18,18 @@ from megatron_lossagg.presets import PRESETS
 pytestmark = pytest.mark.conformance  # importing it takes long
 
 RELEASES = {"verl-2026-01": "0.7.0", "verl-2026-08": "0.9.1"}
+INSTALL = {"verl-2026-01": "verl==0.7.0 'transformers<5'", "verl-2026-08": "verl==0.9.1"}
 L = 7
 
 
 @pytest.fixture
 def core_algos(name):
     """verl/trainer/ppo/core_algos.py of the preset's release."""
-    skip_without("verl", f"verl=={RELEASES[name]}")
+    install = INSTALL[name]
+    skip_without("verl", install)
     version = importlib.import_module("verl").__version__
     if version != RELEASES[name]:
-        pytest.skip(f"verl {version} is installed: pip install verl=={RELEASES[name]}")
+        pytest.skip(f"verl {version} is installed: pip install {install}")
     return importlib.import_module("verl.trainer.ppo.core_algos")
 
 
