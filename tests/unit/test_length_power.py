@@ -14,6 +14,7 @@ from megatron_lossagg import (
     register_mode,
     token_weights,
 )
+from megatron_lossagg.commands.verify_config import VerifyConfig
 from megatron_lossagg.length_power import exponent_of, mode_name
 from megatron_lossagg.modes import ModeSpec, get_mode, undivided_counts
 
@@ -117,3 +118,11 @@ def test_the_drop_in_has_verls_modes_only():
     """agg_loss refuses what it would silently compute as another mode."""
     with pytest.raises(ValueError, match="agg_loss cannot compute 'length-power-0.5', only verl's"):
         agg_loss(LOSSES, MASK, "length-power-0.5")
+
+
+def test_verify_takes_it():
+    """`verify --modes length-power-0.5`, and a misspelling is told."""
+    config = VerifyConfig.load(None, {"modes": "token-mean, length-power-0.5"})
+    assert list(config.plans()) == ["token-mean", "length-power-0.5"]
+    with pytest.raises(ValueError, match="write it 'length-power-0.5'"):
+        VerifyConfig.load(None, {"modes": "length-power-.5"})

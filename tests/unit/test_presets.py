@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from one_process import make_microbatch, model_config, run_step
 from typer.testing import CliRunner
 
-from megatron_lossagg import LossAggConfig, ParallelGroups, count_global_batch, token_weights
+from megatron_lossagg import (
+    LossAggConfig,
+    LossAggregator,
+    ParallelGroups,
+    count_global_batch,
+    token_weights,
+)
 from megatron_lossagg.commands import app
 from megatron_lossagg.presets import PRESETS, preset_names
 
@@ -295,3 +302,24 @@ def test_modes_prints_them():
     assert result.exit_code == 0
     assert all(name in result.stdout for name in preset_names())
     assert "bnpo: refused." in result.stdout and "length-power-A" in result.stdout
+
+
+def test_slime_rollout_in_a_step():
+    """A plan of four microbatches: its value is slime's, and its checksum is told by the counts."""
+    config = LossAggConfig.preset("slime-rollout", weight_dtype="float64")
+    aggregator = LossAggregator.from_config(
+        lambda output_tensor, microbatch: output_tensor,
+        config,
+        model_config(),
+        groups=ParallelGroups.single_process(),
+    )
+    microbatches = [
+        make_microbatch(LOSSES[r][m], MASKS[r][m], unit_ids=torch.tensor(ROLLOUTS[r][m]))
+        for r in range(D)
+        for m in range(M)
+    ]
+    step = aggregator.begin_step(microbatches, num_units=4)
+    reports = run_step(step)
+    step.validate()
+    assert step.report(reports)["loss"] == pytest.approx(slime(), rel=1e-12)
+    assert config.main_spec.checksum(step.counts).item() == 3 / 4
