@@ -11,6 +11,14 @@ from megatron_lossagg.modes import (
     get_mode,
 )
 
+_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
 
 def agg_loss(
     loss_mat: Tensor,
@@ -54,17 +62,17 @@ def agg_loss(
         microbatches.
 
     Raises:
-        ValueError: unknown mode or semantics, a mode with units, shapes that differ, or L not above
+        ValueError: a mode or semantics that is not verl's, shapes that differ, or L not above
             zero.
         TypeError: `loss_mat` is not floating point.
 
     Source: verl `agg_loss`. It differs from it on purpose in two points: no 1e-8 is added to a
     sequence's count, and masked values are selected away, not multiplied by zero.
     """
-    if get_mode(loss_agg_mode).needs_units:
+    if get_mode(loss_agg_mode).name not in _MODES:
         raise ValueError(
-            f"agg_loss has no units, so it cannot compute {loss_agg_mode!r}; use LossAggregator or "
-            "token_weights with unit_ids."
+            f"agg_loss cannot compute {loss_agg_mode!r}, only verl's {', '.join(_MODES)}; use "
+            "LossAggregator or token_weights."
         )
     check_norm_semantics(norm_semantics)
     if loss_mat.shape != loss_mask.shape or loss_mat.dim() != 2:

@@ -47,7 +47,7 @@ class LossAggregator:
         groups: process groups; None reads Megatron's parallel state, at each step.
         loss_scale_factor: L, required by `seq-mean-token-sum-norm`.
         norm_semantics: "sum" (1/L) or "seq-mean" (1/(B*L)).
-        sequence_count: B counts "valid" sequences or "nominal" rows.
+        sequence_count: B and U count "valid" sequences and units, or "nominal" ones.
         cp_gradient: where token losses come from under context parallelism: "local",
             "replicated-value" or "gathered" (see `ScheduleContract`).
         returns: "loss" (two values), "loss_and_num_tokens" (three) or "auto", by the config's flag.

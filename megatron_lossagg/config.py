@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.plan import check_weights_key
+from megatron_lossagg.presets import preset_options
 from megatron_lossagg.schedule import check_options
 from megatron_lossagg.term_config import TermConfig
 from megatron_lossagg.terms import LossTerm
@@ -32,7 +33,7 @@ class LossAggConfig:
     """"sum" (1/L) or "seq-mean" (1/(B*L))."""
 
     sequence_count: str = "valid"
-    """B counts "valid" sequences or "nominal" rows."""
+    """B and U count "valid" sequences and units, or "nominal" ones."""
 
     cp_gradient: str = "local"
     """"local", "replicated-value" or "gathered"."""
@@ -88,20 +89,42 @@ class LossAggConfig:
         object.__setattr__(self, "terms", tuple(map(TermConfig.of, self.terms)))
 
     @classmethod
+    def preset(cls, name: str, **overrides: Any) -> LossAggConfig:
+        """The options that reproduce a paper or a host framework; see `presets.PRESETS`.
+
+            LossAggConfig.preset("dr_grpo", loss_scale_factor=4096)
+            LossAggConfig.preset("verl-2026-08", loss_agg_mode="seq-mean-token-mean")
+
+        Args:
+            name: one of `presets.preset_names()`.
+            **overrides: further options. What defines the preset cannot be changed.
+
+        Raises:
+            ValueError: an unknown preset, one that is refused and why, a missing or another option.
+        """
+        return cls.from_dict({**overrides, "preset": name})
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LossAggConfig:
-        """Build one from a mapping; raises ValueError naming unknown and missing keys."""
+        """Build one from a mapping; raises ValueError naming unknown and missing keys.
+
+        The key `preset` names a preset, which the other keys complete.
+        """
         if not isinstance(values, Mapping):
             raise ValueError(
                 f"Expected a mapping of LossAggConfig options, got {type(values).__name__}."
             )
+        options = {key: value for key, value in values.items() if key != "preset"}
         known = [f.name for f in fields(cls)]
-        unknown = sorted(str(key) for key in values if key not in known)
+        unknown = sorted(str(key) for key in options if key not in known)
         if unknown:
             raise ValueError(
-                f"Unknown LossAggConfig option(s) {', '.join(unknown)}; known ones: "
+                f"Unknown LossAggConfig option(s) {', '.join(unknown)}; known ones: preset, "
                 f"{', '.join(known)}."
             )
-        return cls(**values)
+        if "preset" in values:
+            options = preset_options(values["preset"], options)
+        return cls(**options)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> LossAggConfig:

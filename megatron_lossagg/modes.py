@@ -11,11 +11,13 @@ and L the `loss_scale_factor`. Every mode is a weight per valid token,
     seq-mean-token-sum-norm, "sum"              w = 1 / L            sum of w = T / L
     seq-mean-token-sum-norm, "seq-mean"         w = 1 / (B * L)      sum of w = T / (B * L)
     unit-mean-token-sum                         w = 1 / U                  sum of w = T / U
-    unit-mean-token-mean                        w = 1 / (U * T_u)          sum of w = 1
-    unit-mean-seq-mean-token-mean               w = 1 / (U * B_u * n_s)    sum of w = 1
+    unit-mean-token-mean                        w = 1 / (U * T_u)          sum of w = U_valid / U
+    unit-mean-seq-mean-token-mean               w = 1 / (U * B_u * n_s)    sum of w = U_valid / U
+    length-power-A, A from 0 to 4               w = n_s^-A / B             (`length_power.py`)
 
-U is the number of units (rollouts of several samples, or a prompt's answers) with a valid token,
-T_u and B_u the valid tokens and valid sequences of the sequence's unit, over the global batch.
+U is the number of units (rollouts of several samples, or a prompt's answers), T_u and B_u the valid
+tokens and valid sequences of the sequence's unit, over the global batch. `sequence_count` says
+whether B and U count those with a valid token, or all of them.
 
 The weight is the same for every valid token of a sequence, so a mode is a function that returns one
 factor per sequence. A count of zero gives a weight of zero, never a division by zero.
@@ -33,6 +35,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.global_counts import GlobalCounts
+from megatron_lossagg.length_power import exponent_of, length_power, mode_name
 
 SEQUENCE_COUNTS = ("valid", "nominal")
 NORM_SEMANTICS = ("sum", "seq-mean")
@@ -48,7 +51,9 @@ class ModeInputs:
         num_valid_seqs: sequences with at least one valid token, shape [].
         loss_scale_factor: L, or None where the mode does not need one.
         norm_semantics: "sum" or "seq-mean".
-        num_units: U, units with a valid token, shape []; None in modes without units.
+        num_units: U, shape []; units with a valid token or all of them, by `sequence_count`. None
+            in modes without units.
+        num_valid_units: units with a valid token, shape [].
         unit_num_tokens: T_u of each sequence's unit, [n].
         unit_num_seqs: B_u of each sequence's unit, [n].
     """
@@ -59,6 +64,7 @@ class ModeInputs:
     loss_scale_factor: float | None
     norm_semantics: str
     num_units: Tensor | None = None
+    num_valid_units: Tensor | None = None
     unit_num_tokens: Tensor | None = None
     unit_num_seqs: Tensor | None = None
 
@@ -103,6 +109,12 @@ def _number_of_units_reciprocal(inputs: ModeInputs) -> Tensor:
     """1 / U."""
     assert inputs.num_units is not None  # ModeSpec has checked it
     return reciprocal_or_zero(inputs.num_units)
+
+
+def _valid_share_of_units(inputs: ModeInputs) -> Tensor:
+    """U_valid / U."""
+    assert inputs.num_valid_units is not None
+    return inputs.num_valid_units * _number_of_units_reciprocal(inputs)
 
 
 def _unit_mean(inputs: ModeInputs, unit_count: Tensor | None) -> Tensor:
@@ -155,13 +167,13 @@ _MODES = {
         AggregationMode(
             "unit-mean-token-mean",
             lambda n_s, c: _unit_mean(c, c.unit_num_tokens),
-            lambda c: (c.num_tokens > 0).to(torch.float64),
+            _valid_share_of_units,
             needs_units=True,
         ),
         AggregationMode(
             "unit-mean-seq-mean-token-mean",
             lambda n_s, c: _unit_mean(c, c.unit_num_seqs) * reciprocal_or_zero(n_s),
-            lambda c: (c.num_tokens > 0).to(torch.float64),
+            _valid_share_of_units,
             needs_units=True,
         ),
     )
@@ -169,7 +181,7 @@ _MODES = {
 
 
 def mode_names() -> tuple[str, ...]:
-    """The known values of `loss_agg_mode`."""
+    """The known values of `loss_agg_mode`, without those of `length_power`."""
     return tuple(_MODES)
 
 
@@ -214,7 +226,7 @@ def register_mode(
             f"{name!r} and {type(sequence_factor).__name__}."
         )
     mode = AggregationMode(name, sequence_factor, checksum, needs_units, divisor)
-    if name in _MODES:
+    if name in _MODES or exponent_of(name) is not None:
         raise ValueError(f"register_mode: {name!r} exists already; choose another name.")
     _MODES[name] = mode
     return mode
@@ -227,13 +239,26 @@ def _import_registered() -> None:
         importlib.import_module(module)
 
 
+def _length_power_mode(exponent: float) -> AggregationMode:
+    """n_s^-A / B."""
+    return AggregationMode(
+        mode_name(exponent),
+        lambda n_s, c: length_power(n_s, exponent) * reciprocal_or_zero(c.num_seqs),
+        divisor=lambda c: c.num_seqs,
+    )
+
+
 def get_mode(loss_agg_mode: str) -> AggregationMode:
     """Look a mode up by name; raises ValueError naming the known ones."""
+    exponent = exponent_of(loss_agg_mode) if isinstance(loss_agg_mode, str) else None
+    if exponent is not None:
+        return _length_power_mode(exponent)
     if isinstance(loss_agg_mode, str) and loss_agg_mode not in _MODES:
         _import_registered()
     if not isinstance(loss_agg_mode, str) or loss_agg_mode not in _MODES:
         raise ValueError(
-            f"Unknown loss_agg_mode {loss_agg_mode!r}; expected one of {', '.join(_MODES)}."
+            f"Unknown loss_agg_mode {loss_agg_mode!r}; expected one of {', '.join(_MODES)}, or "
+            "length-power-A with a number A."
         )
     return _MODES[loss_agg_mode]
 
@@ -271,7 +296,8 @@ class ModeSpec:
         loss_scale_factor: L of `seq-mean-token-sum-norm` (required there), a number > 0.
         norm_semantics: "sum" or "seq-mean"; only `seq-mean-token-sum-norm` reads it.
         sequence_count: which sequences are B: "valid" (n_s > 0) or "nominal" (every row that
-            `sample_mask` does not mark as padding).
+            `sample_mask` does not mark as padding); and which units are U: "valid" (T_u > 0) or
+            "nominal" (every one of the `num_units`).
     """
 
     loss_agg_mode: str
@@ -315,8 +341,10 @@ class ModeSpec:
             norm_semantics=self.norm_semantics,
         )
         if counts.unit_num_tokens is not None:
-            num_units = (counts.unit_num_tokens > 0).sum().double()
-            inputs = replace(inputs, num_units=num_units)
+            num_valid_units = (counts.unit_num_tokens > 0).sum().double()
+            num_all = torch.full_like(num_valid_units, counts.unit_num_tokens.shape[0])
+            num_units = num_valid_units if self.sequence_count == "valid" else num_all
+            inputs = replace(inputs, num_units=num_units, num_valid_units=num_valid_units)
         if unit_of_seq is None:
             return inputs
         if counts.unit_num_tokens is None or counts.unit_num_seqs is None:

@@ -50,7 +50,7 @@ def token_weights(
         counts: counts of the whole global batch, from `count_global_batch`.
         loss_scale_factor: L, required by `seq-mean-token-sum-norm`.
         norm_semantics: "sum" (1/L) or "seq-mean" (1/(B*L)).
-        sequence_count: which sequences are B, "valid" or "nominal".
+        sequence_count: which sequences are B and which units are U, "valid" or "nominal".
         cu_seqlens: int [num_seqs + 1] or [1, num_seqs + 1], boundaries of packed sequences.
         cu_seqlens_padded: as `cu_seqlens`, where each sequence starts if it is padded.
         unit_ids: int [num_seqs], the unit of each sequence, in modes with units.

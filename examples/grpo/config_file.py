@@ -13,6 +13,7 @@ import yaml
 
 from grpo.config import WEIGHTS_KEY, TrainingConfig
 from megatron_lossagg import LossAggConfig
+from megatron_lossagg.presets import preset_options
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
@@ -49,6 +50,9 @@ def _build(config_class: Any, values: Any, where: str) -> Any:
     """Build a dataclass from a mapping, checking keys and types; `where` names the section."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{where or 'the file'}: expected a mapping, got {values!r}.")
+    if config_class is LossAggConfig and "preset" in values:
+        options = {key: value for key, value in values.items() if key != "preset"}
+        values = preset_options(values["preset"], options)
     annotations = typing.get_type_hints(config_class)
     fields = {f.name: f for f in dataclasses.fields(config_class)}
     unknown = [str(key) for key in values if key not in fields]

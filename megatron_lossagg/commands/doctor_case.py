@@ -21,8 +21,9 @@ _FORMULAS = {
     "token-sum": "T",
     "seq-mean-token-sum": "T/B",
     "seq-mean-token-mean": "B_valid/B",
-    "unit-mean-token-mean": "1",
-    "unit-mean-seq-mean-token-mean": "1",
+    "unit-mean-token-sum": "T/U",
+    "unit-mean-token-mean": "U_valid/U",
+    "unit-mean-seq-mean-token-mean": "U_valid/U",
 }
 
 

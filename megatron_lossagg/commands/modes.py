@@ -1,9 +1,11 @@
-"""`megatron-lossagg modes`: the aggregation modes, as a table."""
+"""`megatron-lossagg modes`: the aggregation modes and the presets, as tables."""
 
 from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Table
+
+from megatron_lossagg.presets import PRESETS, REFUSED
 
 _ROWS = (
     ("token-mean", "", "1 / T", "1"),
@@ -13,13 +15,14 @@ _ROWS = (
     ("seq-mean-token-sum-norm", "norm_semantics: sum", "1 / L", "T / L"),
     ("seq-mean-token-sum-norm", "norm_semantics: seq-mean", "1 / (B L)", "T / (B L)"),
     ("unit-mean-token-sum", "needs unit_ids", "1 / U", "T / U"),
-    ("unit-mean-token-mean", "needs unit_ids", "1 / (U T_u)", "1"),
-    ("unit-mean-seq-mean-token-mean", "needs unit_ids", "1 / (U B_u n_s)", "1"),
+    ("unit-mean-token-mean", "needs unit_ids", "1 / (U T_u)", "U_valid / U"),
+    ("unit-mean-seq-mean-token-mean", "needs unit_ids", "1 / (U B_u n_s)", "U_valid / U"),
+    ("length-power-A", "A from 0 to 4", "n_s^-A / B", "compared with the plan"),
 )
 
 
 def modes() -> None:
-    """List the aggregation modes with the weight each gives a token."""
+    """List the aggregation modes with the weight each gives a token, and the presets."""
     table = Table(title="J = sum over the global batch of w * l")
     for heading in ("loss_agg_mode", "option", "w of a valid token", "sum of all w"):
         table.add_column(heading, overflow="fold")
@@ -30,6 +33,18 @@ def modes() -> None:
     console.print(
         "T: valid tokens of the global batch. B: its sequences with a valid token (sequence_count: "
         "valid) or all real rows (nominal). n_s: valid tokens of the sequence. L: "
-        "loss_scale_factor. U: units (rollouts, prompts) with a valid token; T_u, B_u: tokens and "
-        "sequences of the sequence's unit."
+        "loss_scale_factor. U: units (rollouts, prompts), counted as B is; T_u, B_u: tokens and "
+        "sequences of the sequence's unit.\n"
     )
+    console.print(_presets())
+    for name, reason in REFUSED.items():
+        console.print(f"{name}: refused. {reason}")
+
+
+def _presets() -> Table:
+    table = Table(title="Presets: LossAggConfig.preset(name, ...), or the key `preset` in YAML")
+    for heading in ("preset", "J", "reproduces", "add"):
+        table.add_column(heading, overflow="fold")
+    for name, preset in PRESETS.items():
+        table.add_row(name, preset.formula, preset.reproduces, preset.caller_adds, end_section=True)
+    return table

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lossagg.commands.releases_table import chosen_releases
+from megatron_lossagg.length_power import exponent_of
 from megatron_lossagg.modes import registered_names
 from megatron_lossagg.testing.aggregator_plan import PLANNINGS, AggregatorPlan
 from megatron_lossagg.testing.cp_conventions import CP_GRADIENTS
@@ -39,7 +40,7 @@ class VerifyConfig:
     """As text: such as "PP=2 D=2 M=4", separated by ';'."""
 
     modes: tuple[str, ...] = tuple(DEFAULT_MODES)
-    """Labels of `DEFAULT_MODES` or names of registered modes; as text separated by ','."""
+    """Labels of `DEFAULT_MODES`, registered modes or length-power-A; as text separated by ','."""
 
     regimes: tuple[str, ...] = REGIMES
     """Of R1, R2, R3, R4."""
@@ -132,7 +133,11 @@ def _parsed(name: str, value: Any) -> Any:
     if name == "layouts":
         return tuple(Layout.parse(text) for text in texts)
     known = (*_KNOWN[name], *(registered_names() if name == "modes" else ()))
-    wrong = ", ".join(repr(text) for text in texts if text not in known)
+    wrong = ", ".join(
+        repr(text)
+        for text in texts
+        if text not in known and (name != "modes" or exponent_of(text) is None)
+    )
     if wrong:
         raise ValueError(f"{name}: {wrong} is none of {', '.join(known)}")
     return tuple(texts)

@@ -31,6 +31,7 @@ def reference_loss(
     sequence_count: str = "valid",
     sample_mask: torch.Tensor | None = None,
     unit_ids: torch.Tensor | None = None,
+    num_units: int | None = None,
 ) -> torch.Tensor:
     """The scalar J of a whole global batch, in float64, straight from the definition of its mode.
 
@@ -40,6 +41,7 @@ def reference_loss(
     unit-mean-token-sum: mean over units of the sum over the unit's tokens.
     unit-mean-token-mean: mean over units of the mean over the unit's tokens.
     unit-mean-seq-mean-token-mean: mean over units of the mean over its sequences of token means.
+    length-power-A: sum over sequences of (sum over tokens / n_s^A) / B.
     Of a registered mode the definition is its function: it gives the weight of each sequence.
 
     Args:
@@ -48,9 +50,11 @@ def reference_loss(
         loss_agg_mode: one of the above.
         loss_scale_factor: L.
         norm_semantics: "sum" or "seq-mean".
-        sequence_count: whether B counts sequences with a valid token ("valid") or all ("nominal").
+        sequence_count: whether B and the units count those with a valid token ("valid") or all
+            ("nominal").
         sample_mask: [num_seqs], 0 at rows that are padding: they count nowhere.
         unit_ids: [num_seqs], the unit of each sequence.
+        num_units: units of the batch. Default: the highest of the `unit_ids` and one.
 
     Returns:
         float64 scalar; exactly 0 if nothing counts.
@@ -101,7 +105,13 @@ def reference_loss(
         of_unit = of_units[loss_agg_mode]
         valid_units = {unit for unit, count in zip(units, token_counts, strict=True) if count > 0}
         means = (of_unit([r for r in everything if units[r] == unit]) for unit in valid_units)
-        return _sum(means) / max(1, len(valid_units))
+        if sequence_count == "valid" or unit_ids is None:
+            return _sum(means) / max(1, len(valid_units))
+        return _sum(means) / (int(unit_ids.max()) + 1 if num_units is None else num_units)
+    if loss_agg_mode.startswith("length-power-"):
+        exponent = float(loss_agg_mode.removeprefix("length-power-"))
+        of_sequences = zip(token_sums, token_counts, strict=True)
+        return _sum(total / count**exponent for total, count in of_sequences if count) / num_seqs
     weight = _registered_weight(
         loss_agg_mode, sum(token_counts), num_seqs, num_valid, loss_scale_factor, norm_semantics
     )

@@ -21,6 +21,8 @@ from grpo.progress import Column, RunDisplay
 from grpo.task import EOS as COUNT_EOS
 from grpo.task import CountTask
 
+from megatron_lossagg import LossAggConfig
+
 # --- task ----------------------------------------------------------------------------------------
 
 
@@ -202,6 +204,20 @@ def test_encoding_cuts_prompts_at_the_front_and_responses_at_the_end():
 
 def load(**overrides) -> GrpoConfig:
     return load_config(GrpoConfig, CONFIGS / "grpo_count.yaml", overrides)
+
+
+def test_a_preset_in_the_file(tmp_path):
+    """`preset` names the aggregation, other options of `loss_agg` complete it."""
+    text = (CONFIGS / "grpo_count.yaml").read_text(encoding="utf-8")
+    text = text[: text.index("loss_agg:")] + "loss_agg: {preset: dr_grpo, loss_scale_factor: 10}\n"
+    path = tmp_path / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    loss_agg = load_config(GrpoConfig, path).loss_agg
+    options = {"loss_scale_factor": 10, "weights_key": "loss_mask"}
+    assert loss_agg == LossAggConfig.preset("dr_grpo", **options)
+    path.write_text(text.replace("dr_grpo", "bnpo"), encoding="utf-8")
+    with pytest.raises(ValueError, match="no objective of the global batch"):
+        load_config(GrpoConfig, path)
 
 
 def test_the_default_files_are_complete():

@@ -5,12 +5,9 @@ Skipped where TRL is not installed.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from types import SimpleNamespace
-
 import pytest
-import torch
-from host_losses import assert_same, data, skip_without
+from host_losses import assert_same, data
+from trl_stand_in import load_trl_loss
 
 from megatron_lossagg import agg_loss, token_losses
 
@@ -19,55 +16,8 @@ pytestmark = pytest.mark.conformance  # importing it takes long
 
 @pytest.fixture(scope="module")
 def trl_loss():
-    """GRPOTrainer._compute_loss, and GMPOTrainer's, of given log-probs: no model, no trainer."""
-    skip_without("trl", "trl==1.16.0")
-    from trl.experimental.gmpo import GMPOTrainer
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    def compute(x, old, advantages, mask, *, ref=None, beta=0.0, level="token", **options):
-        args = SimpleNamespace(
-            delta=options.get("delta"),
-            use_bias_correction_kl=False,
-            sapo_temperature_pos=1.2,
-            sapo_temperature_neg=1.7,
-            steps_per_generation=1,
-        )
-        loss_type = options["loss_type"]
-        trainer = SimpleNamespace(
-            args=args,
-            loss_type="grpo" if loss_type == "gmpo" else loss_type,
-            importance_sampling_level=level,
-            epsilon_low=options.get("low", 0.2),
-            epsilon_high=options.get("high", 0.28),
-            beta=beta,
-            top_entropy_quantile=1.0,
-            off_policy_mask_threshold=None,
-            use_vllm=False,
-            vllm_importance_sampling_correction=False,
-            aux_loss_enabled=False,
-            _entropy_bonus_enabled=False,
-            model=SimpleNamespace(training=True),
-            current_gradient_accumulation_steps=1,
-            accelerator=SimpleNamespace(
-                num_processes=1, reduce=lambda t, reduction: t, gather=lambda t: t
-            ),
-            _metrics=defaultdict(lambda: defaultdict(list)),
-            _get_per_token_logps_and_entropies=lambda *_, **__: (x, torch.zeros_like(x), None),
-        )
-        inputs = {
-            "prompt_ids": mask[:, :1],
-            "prompt_mask": mask[:, :1],
-            "completion_ids": mask,
-            "completion_mask": mask,
-            "advantages": advantages[:, 0],
-            "old_per_token_logps": old,
-            "ref_per_token_logps": ref,
-            "num_items_in_batch": mask.sum(),
-        }
-        owner = GMPOTrainer if loss_type == "gmpo" else GRPOTrainer
-        return owner._compute_loss(trainer, None, inputs)
-
-    return compute
+    """GRPOTrainer._compute_loss, and GMPOTrainer's, of given log-probs."""
+    return load_trl_loss()
 
 
 TRL_LOSSES = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lossagg import GlobalCounts
+from megatron_lossagg import GlobalCounts, token_weights
 from megatron_lossagg.modes import ModeSpec, get_mode, mode_names, undivided_counts
 
 NORM = "seq-mean-token-sum-norm"
@@ -51,6 +51,27 @@ def test_checksum_is_that_of_the_table(spec, expected):
     checksum = spec.checksum(GlobalCounts(num_tokens=21, num_valid_seqs=5, num_seqs=7))
     assert checksum.dtype == torch.float64 and checksum.shape == ()
     assert checksum.item() == pytest.approx(float(expected), rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("mode", "valid", "nominal"),
+    [
+        ("unit-mean-token-sum", 7 / 2, 7 / 3),
+        ("unit-mean-token-mean", 1, 2 / 3),
+        ("unit-mean-seq-mean-token-mean", 1, 2 / 3),
+    ],
+)
+def test_units_are_counted_as_sequences_are(mode, valid, nominal):
+    """3 units, one without a valid token: U is 2 or 3, and the weights add up to the checksum."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1]])
+    of_units = torch.tensor([4, 3, 0]), torch.tensor([2, 1, 0])
+    counts = GlobalCounts(7, 3, 4, *of_units)
+    options = {"unit_ids": torch.tensor([0, 0, 2, 1]), "weight_dtype": torch.float64}
+    for sequence_count, expected in (("valid", valid), ("nominal", nominal)):
+        spec = ModeSpec(mode, sequence_count=sequence_count)
+        weights = token_weights(mask, mode, counts, sequence_count=sequence_count, **options)
+        assert spec.checksum(counts).item() == pytest.approx(expected, rel=1e-15)
+        assert weights.sum().item() == pytest.approx(expected, rel=1e-15)
 
 
 @pytest.mark.parametrize("num_seqs", [0, 3])

@@ -20,6 +20,7 @@ MODES = [
     ("seq-mean-token-sum-norm", {"loss_scale_factor": 3.0, "norm_semantics": "seq-mean"}),
     ("unit-mean-token-mean", {}),
     ("unit-mean-seq-mean-token-mean", {}),
+    ("length-power-0.5", {}),
 ]
 
 
@@ -79,6 +80,7 @@ def test_a_packed_row_weighs_its_sequences_as_rows(data, padded, sequence_count)
             mode,
             sequence_count=sequence_count,
             unit_ids=unit_ids[there],
+            num_units=3,
             **options,
         )
         assert weights.shape == loss_mask.shape
