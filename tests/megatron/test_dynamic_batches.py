@@ -23,7 +23,10 @@ from megatron_lossagg.testing.scalar_model import build_scalar_chunks
 from megatron_lossagg.testing.verification import ALL_REGIMES, Case
 
 LONG = pytest.mark.conformance
-MODES = [replace(plan, sequence_count=c) for plan in ALL_MODES for c in ("valid", "nominal")]
+MODES = [
+    replace(plan, sequence_count=("valid", "nominal")[index % 2])
+    for index, plan in enumerate(ALL_MODES)
+]
 # Rank 0 runs three microbatches of 2, 1 and 3 rows, rank 1 a single one.
 UNEVEN = (((0, 1), (2,), (3, 4, 5)), ((6, 7),))
 

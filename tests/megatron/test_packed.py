@@ -216,7 +216,7 @@ def cases(text, regime):
         for index, (layout, _) in enumerate(
             (*DEFAULT_LAYOUTS, (Layout.parse("TP=2 SP=1 C=2 M=2"), "all"))
         )
-        for regime in (("R1", "R4"), ("R2", "R3"))[index % 2]
+        for regime in (tuple(ALL_REGIMES)[index % 4],)
     ],
 )
 def test_every_mode_packed_in_every_layout(rank_pool, text, regime):

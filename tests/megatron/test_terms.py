@@ -190,7 +190,7 @@ CASES = [
     *(
         pytest.param(*case, marks=LONG)
         for case in all_pairs(
-            ("D=4 M=4", "C=2 D=2 M=2", "TP=2 PP=2 M=4", "PP=2 VPP=2 C=2 M=4"),
+            ("TP=2 PP=2 M=4", "PP=2 VPP=2 C=2 M=4"),
             ALL_REGIMES,
             ("begin_step", "wrap"),
         )
