@@ -34,6 +34,7 @@ from megatron_lossagg.testing.cp_conventions import CP_GRADIENTS
 from megatron_lossagg.testing.packed_batch import PACKED_FORMS
 from megatron_lossagg.testing.token_positions import positions_of_ranks, sequence_of_token
 from megatron_lossagg.testing.verification import (
+    ALL_REGIMES,
     DEFAULT_LAYOUTS,
     DEFAULT_MODES,
     Case,
