@@ -6,6 +6,10 @@ from megatron_lossagg.config import LossAggConfig
 from megatron_lossagg.counts import count_global_batch
 from megatron_lossagg.cp_slicing import slice_for_cp
 from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.from_logits import (
+    log_probs_and_entropy_from_logits,
+    log_probs_from_logits,
+)
 from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.modes import register_mode
@@ -25,6 +29,8 @@ __all__ = [
     "ScheduleContract",
     "agg_loss",
     "count_global_batch",
+    "log_probs_and_entropy_from_logits",
+    "log_probs_from_logits",
     "register_mode",
     "slice_for_cp",
     "token_weights",

@@ -167,6 +167,12 @@ def all_reduce_sum(tensor: Tensor, group: Any, *, async_op: bool = False) -> Any
     return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
 
 
+def all_reduce_max(tensor: Tensor, group: Any) -> None:
+    """Maximum of `tensor` over `group`, in place (communicates over the group that is passed)."""
+    if _size(group) > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+
+
 def broadcast_from_last(tensor: Tensor, group: Any) -> None:
     """Overwrite `tensor` by the last rank's (communicates over the group that is passed)."""
     if _size(group) > 1:
