@@ -94,7 +94,10 @@ def largest_error(got, expected):
 @pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(("chunk_size", "temperature"), [(5, 0.7), (21, 1.0), (None, 1.0)])
+@pytest.mark.parametrize(
+    ("chunk_size", "temperature"),
+    [(5, 0.7)] + [pytest.param(size, 1.0, marks=pytest.mark.conformance) for size in (21, None)],
+)
 def test_exact_in_float64(rank_pool, shape, tp, backward, chunk_size, temperature):
     """Values and gradients to 1e-12, parts of nothing but -inf included, for any chunks."""
     options = {"backward": backward, "chunk_size": chunk_size, "temperature": temperature}
