@@ -169,7 +169,7 @@ class TrainingConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as YAML writes them."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"loss_agg": self.loss_agg.to_dict()}
 
 
 @dataclass(frozen=True, kw_only=True)
