@@ -28,7 +28,7 @@ test:  ## run the tests
 conformance:  ## run the long matrix of layouts and Megatron-Core releases; writes docs/releases.md
 	$(SETUP) test
 	$(PY) tools/fetch_releases.py
-	$(PY) -m pytest -m conformance --releases-table docs/releases.md $(ARGS)
+	$(PY) -m pytest -m conformance --releases-table=docs/releases.md $(ARGS)
 
 verify:  ## check the loss on the installed Megatron-Core
 	$(SETUP) run
