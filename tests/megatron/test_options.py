@@ -121,7 +121,7 @@ def options_of(*short, long=()):
     return pytest.mark.parametrize(("text", "regime"), [*default, *marked])
 
 
-ALL_LAYOUTS = ("C=2 D=2 M=2", "PP=2 VPP=2 D=2 M=4", "TP=2 D=2 M=2")
+ALL_LAYOUTS = ("C=2 D=2 M=2", "PP=2 VPP=2 D=2 M=4")
 
 
 def modes_of(request):
