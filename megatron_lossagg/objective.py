@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_lossagg.loss import check_token_losses, masked_weighted_sum
 from megatron_lossagg.modes import get_mode
 from megatron_lossagg.report import Totals
-from megatron_lossagg.terms import LossTerm, Weighting
+from megatron_lossagg.terms import LossTerm, Weighting, distinct_masks
 
 MAIN_MASK = "loss_mask"
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
@@ -44,13 +44,11 @@ class Sums:
         total: sum of c_k S_k, the part of the objective, shape [], with its graph.
         values: total and the sums of the report, detached, [num_sums].
         extremes: maxima (minima negated) of this microbatch, detached, [num_extremes].
-        is_counted: which positions of the main mask count, bool.
     """
 
     total: Tensor
     values: Tensor
     extremes: Tensor
-    is_counted: Tensor
 
 
 class Objective:
@@ -74,6 +72,8 @@ class Objective:
                 raise TypeError(f"terms must be LossTerm objects, got {type(term).__name__}.")
         self.terms = tuple(terms)
         self._prepare = prepare
+        # Made once: a mode checks its options whenever one is made.
+        self._term_weightings = tuple(term.weighting for term in self.terms)
         self.metrics = tuple(
             Metric(name, term.name, normaliser, term.metric_weighting(name))
             for term in terms
@@ -88,7 +88,7 @@ class Objective:
         self.weightings = self._distinct_weightings()
 
     def _distinct_weightings(self) -> tuple[Weighting, ...]:
-        needed = [term.weighting for term in self.terms]
+        needed = list(self._term_weightings)
         needed += [m.weighting for m in self.sums if m.weighting is not None]
         found = list(dict.fromkeys(needed))
         main = [i for i, w in enumerate(found) if w.mask_key == MAIN_MASK]
@@ -99,7 +99,7 @@ class Objective:
     @property
     def mask_keys(self) -> tuple[str, ...]:
         """The distinct masks, the main one first."""
-        return tuple(dict.fromkeys(w.mask_key for w in self.weightings))
+        return distinct_masks(self.weightings)
 
     @property
     def has_checksums(self) -> bool:
@@ -110,8 +110,8 @@ class Objective:
     def identity(self) -> tuple[Any, ...]:
         """What must be equal on all ranks."""
         terms = [
-            (t.name, t.weighting, None if callable(t.coefficient) else float(t.coefficient))
-            for t in self.terms
+            (t.name, weighting, None if callable(t.coefficient) else float(t.coefficient))
+            for t, weighting in zip(self.terms, self._term_weightings, strict=True)
         ]
         return (tuple(terms), self.metrics)
 
@@ -152,20 +152,20 @@ class Objective:
         partial_sums: list[Tensor] = []
         metric_sums: dict[str, Tensor] = {}
         extremes: dict[str, Tensor] = {}
-        for term in self.terms:
-            term_weights = weights_by[term.weighting]
+        metrics = {metric.name: metric for metric in self.metrics}
+        for term, term_weighting in zip(self.terms, self._term_weightings, strict=True):
+            term_weights = weights_by[term_weighting]
             losses, values = _losses_and_metrics(term, output, microbatch)
             check_token_losses(losses, term_weights, where=f" of term {term.name!r}")
             partial_sum, is_counted = masked_weighted_sum(losses, term_weights)
             partial_sums.append(partial_sum)
             for name, value in values.items():
                 check_token_losses(value, term_weights, where=f" as metric {name!r}")
-                weighting = term.metric_weighting(name)
-                value = value.detach()
-                if weighting is None:
-                    extremes[name] = _extreme(value, is_counted, term.metrics[name])
+                metric, value = metrics[name], value.detach()
+                if metric.weighting is None:
+                    extremes[name] = _extreme(value, is_counted, metric.normaliser)
                 else:
-                    metric_sums[name], _ = masked_weighted_sum(value, weights_by[weighting])
+                    metric_sums[name], _ = masked_weighted_sum(value, weights_by[metric.weighting])
         total = _weighted_total(partial_sums, coefficients)
         reported = [total, *(partial_sums if self._report_terms else [])]
         reported += [metric_sums[m.name] for m in self.sums]
@@ -178,7 +178,6 @@ class Objective:
             torch.stack([extremes[m.name].to(dtype) for m in self.extremes])
             if self.extremes
             else total.new_empty(0),
-            weights[0] != 0,
         )
 
 

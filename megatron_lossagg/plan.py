@@ -19,7 +19,7 @@ from megatron_lossagg.counts import (
 from megatron_lossagg.errors import LossAggError, keys_or_type
 from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communication_device
 from megatron_lossagg.sequences import Sequences
-from megatron_lossagg.terms import Weighting
+from megatron_lossagg.terms import Weighting, distinct_masks
 from megatron_lossagg.units import LocalUnits
 from megatron_lossagg.weights import weights_of_sequences
 
@@ -63,7 +63,7 @@ class WeightOptions:
     @property
     def mask_keys(self) -> tuple[str, ...]:
         """The distinct masks, the main one first."""
-        return tuple(dict.fromkeys(w.mask_key for w in self.weightings))
+        return distinct_masks(self.weightings)
 
     def needs_units(self, mask_key: str) -> bool:
         """Whether a mode counts the units of this mask."""

@@ -93,17 +93,8 @@ class Sequences:
                 f"With cu_seqlens the loss_mask must have shape [1, t], got "
                 f"{tuple(loss_mask.shape)}. Pack the sequences of a microbatch into one row."
             )
-        lengths_from = checked_cu_seqlens(cu_seqlens, "cu_seqlens", loss_mask)
-        starts_from = lengths_from
-        if cu_seqlens_padded is not None:
-            starts_from = checked_cu_seqlens(cu_seqlens_padded, "cu_seqlens_padded", loss_mask)
-            if starts_from.shape != lengths_from.shape:
-                raise ValueError(
-                    f"cu_seqlens has {lengths_from.numel()} entries and cu_seqlens_padded "
-                    f"{starts_from.numel()}; they must describe the same sequences."
-                )
-        num_slots = lengths_from.numel() - 1
-        lengths = lengths_from.diff()
+        starts_from, lengths = checked_boundaries(cu_seqlens, cu_seqlens_padded, loss_mask)
+        num_slots = lengths.numel()
         sequence, is_inside = sequence_of_positions(starts_from, lengths, loss_mask.shape[1])
         is_inside = is_inside.unsqueeze(0)
         num_bad = num_bad_mask_values(loss_mask) + ((loss_mask != 0) & ~is_inside).sum()
@@ -142,6 +133,22 @@ class Sequences:
             num_tokens=self.num_tokens.to(device, non_blocking=True),
             sequence_of_token=None if of_token is None else of_token.to(device, non_blocking=True),
         )
+
+
+def checked_boundaries(
+    cu_seqlens: Any, cu_seqlens_padded: Any, loss_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(where the sequences start and the last one ends [n + 1], their lengths [n]), int64."""
+    ends = checked_cu_seqlens(cu_seqlens, "cu_seqlens", loss_mask)
+    starts = ends
+    if cu_seqlens_padded is not None:
+        starts = checked_cu_seqlens(cu_seqlens_padded, "cu_seqlens_padded", loss_mask)
+        if starts.shape != ends.shape:
+            raise ValueError(
+                f"cu_seqlens has {ends.numel()} entries and cu_seqlens_padded {starts.numel()}; "
+                "they must describe the same sequences."
+            )
+    return starts, ends.diff()
 
 
 def checked_cu_seqlens(cu_seqlens: Any, name: str, loss_mask: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_lossagg.counts import FINGERPRINT_BITS, GlobalCounts
+from megatron_lossagg.counts import FINGERPRINT_BITS
 from megatron_lossagg.deferred import is_megatrons_own
+from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.objective import Objective

@@ -161,7 +161,7 @@ class Step:
         self._record.add_loss_call(weights)
 
         if contract.regime == "R3":
-            num_tokens = sums.is_counted.sum(dtype=torch.int32)
+            num_tokens = (weights[0] != 0).sum(dtype=torch.int32)
             # A token is counted once over context-parallel ranks.
             if contract.cp_copies > 1 and context.groups.cp_rank > 0:
                 num_tokens = torch.zeros_like(num_tokens)
@@ -275,7 +275,7 @@ class Step:
             objective.sum_names,
             context.groups,
             num_extremes=len(objective.extremes),
-            num_reports=self.num_microbatches if self._context.counts_loss_calls else None,
+            num_reports=self.num_microbatches if context.counts_loss_calls else None,
             evidence_of_tokens=self._evidence_of_tokens(),
             facts=count_facts(self._plan, objective) if context.reports_counts else None,
             num_facts=NUM_COUNT_FACTS if context.reports_counts else 0,

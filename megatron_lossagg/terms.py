@@ -8,7 +8,7 @@ Terms that share a mode and a mask share one weight tensor; all masks are counte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -38,6 +38,11 @@ class Weighting:
 
     spec: ModeSpec
     mask_key: str = "loss_mask"
+
+
+def distinct_masks(weightings: Sequence[Weighting]) -> tuple[str, ...]:
+    """The mask keys of weightings, each once, in their order: the main one first."""
+    return tuple(dict.fromkeys(weighting.mask_key for weighting in weightings))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lossagg import groups
-from megatron_lossagg.sequences import checked_cu_seqlens, sequence_of_positions
+from megatron_lossagg.sequences import checked_boundaries, sequence_of_positions
 from megatron_lossagg.token_losses.masking import check_shape
 
 
@@ -40,16 +40,8 @@ def sequence_ids_of(
         TypeError, ValueError: no such boundaries (values are checked on the CPU only).
     """
     row = torch.empty((1, length), device=cu_seqlens.device)
-    ends = checked_cu_seqlens(cu_seqlens, "cu_seqlens", row)
-    starts = ends
-    if cu_seqlens_padded is not None:
-        starts = checked_cu_seqlens(cu_seqlens_padded, "cu_seqlens_padded", row)
-        if starts.shape != ends.shape:
-            raise ValueError(
-                f"cu_seqlens has {ends.numel()} entries and cu_seqlens_padded {starts.numel()}; "
-                "they must describe the same sequences."
-            )
-    sequence, is_inside = sequence_of_positions(starts, ends.diff(), length)
+    starts, lengths = checked_boundaries(cu_seqlens, cu_seqlens_padded, row)
+    sequence, is_inside = sequence_of_positions(starts, lengths, length)
     return sequence.masked_fill(~is_inside, -1).unsqueeze(0)
 
 

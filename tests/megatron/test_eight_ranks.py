@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from prescribed import assert_step
-from test_public_reports import F_VALUES, fixture_f
+from test_public_reports import assert_fixture_f
 
 from megatron_lossagg.testing import Layout, RankPool
 from megatron_lossagg.testing.verification import ALL_REGIMES, Case, run_cases
@@ -23,19 +22,7 @@ def eight_ranks():
 def test_fixture(eight_ranks, regime):
     """Every mode, valid and nominal counts, prescribed losses: J and gradients."""
     per_token, returns = ALL_REGIMES[regime]
-    for mode, options, nominal, valid in F_VALUES:
-        for count, expected in (("nominal", nominal), ("valid", valid)):
-            assert_step(
-                eight_ranks,
-                fixture_f(LAYOUT),
-                LAYOUT,
-                mode,
-                expected,
-                per_token=per_token,
-                sequence_count=count,
-                returns=returns,
-                **options,
-            )
+    assert_fixture_f(eight_ranks, LAYOUT, per_token=per_token, returns=returns)
 
 
 @pytest.mark.parametrize("regime", ALL_REGIMES)

@@ -57,22 +57,27 @@ def fixture_f(layout: str, *, width=4):
     return batch_of(losses, mask, even(4, parsed.dp, parsed.num_microbatches))
 
 
-@BOTH_REGIMES
-@pytest.mark.parametrize("layout", F_LAYOUTS)
-def test_fixture_f_in_every_layout(rank_pool, layout, per_token):
-    """Property: the fixture's table, nominal and valid, whatever the layout and regime."""
-    for mode, options, nominal, valid in F_VALUES:
+def assert_fixture_f(pool, layout, **options):
+    """Every mode of the fixture's table, nominal and valid."""
+    for mode, mode_options, nominal, valid in F_VALUES:
         for count, expected in (("nominal", nominal), ("valid", valid)):
             assert_step(
-                rank_pool,
+                pool,
                 fixture_f(layout),
                 layout,
                 mode,
                 expected,
-                per_token=per_token,
                 sequence_count=count,
                 **options,
+                **mode_options,
             )
+
+
+@BOTH_REGIMES
+@pytest.mark.parametrize("layout", F_LAYOUTS)
+def test_fixture_f_in_every_layout(rank_pool, layout, per_token):
+    """Property: the fixture's table, nominal and valid, whatever the layout and regime."""
+    assert_fixture_f(rank_pool, layout, per_token=per_token)
 
 
 @BOTH_REGIMES

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from prescribed import Prescribed, assert_step, batch_of, even, prescribed_losses, run
-from test_public_reports import F_LAYOUTS, F_VALUES, fixture_f
+from test_public_reports import F_LAYOUTS, F_VALUES, assert_fixture_f, fixture_f
 
 from megatron_lossagg import LossAggregator, slice_for_cp
 from megatron_lossagg.testing import RankFailure, pack_rows
@@ -42,19 +42,7 @@ EVERY_REGIME = pytest.mark.parametrize("regime", REGIMES)
 def test_fixture_f_where_a_host_forces_the_return(rank_pool, layout, regime):
     """The two regimes that are not the default, in every layout of the fixture."""
     per_token, returns = REGIMES[regime]
-    for mode, options, nominal, valid in F_VALUES:
-        for count, expected in (("nominal", nominal), ("valid", valid)):
-            assert_step(
-                rank_pool,
-                fixture_f(layout),
-                layout,
-                mode,
-                expected,
-                per_token=per_token,
-                sequence_count=count,
-                returns=returns,
-                **options,
-            )
+    assert_fixture_f(rank_pool, layout, per_token=per_token, returns=returns)
 
 
 @EVERY_REGIME
