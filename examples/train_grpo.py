@@ -2,6 +2,7 @@
 
     python examples/train_grpo.py                          PP=2 x DP=2, started here, on the CPU
     python examples/train_grpo.py --vpp 2 --set model.num_layers=4
+    python examples/train_grpo.py --compare                four aggregation modes x three seeds
     torchrun --nproc-per-node 8 examples/train_grpo.py --dp 4            on GPUs; see launch/
 
 Everything is in a YAML file (--config); flags override it. A run leaves in its folder the metrics
@@ -9,6 +10,9 @@ Everything is in a YAML file (--config); flags override it. A run leaves in its 
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
 
 from grpo import cli
 
@@ -18,15 +22,36 @@ def main() -> int:
     parser = cli.make_parser(
         "Train a small GPT with GRPO to say a digit as often as asked.", "grpo_count.yaml"
     )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="train in each of four aggregation modes, and draw them side by side",
+    )
+    parser.add_argument(
+        "--num-seeds", type=int, default=3, metavar="N", help="of --compare: runs per mode"
+    )
     arguments = parser.parse_args()
 
+    from grpo.comparison import run_comparison
     from grpo.config import GrpoConfig
     from grpo.config_file import load_config
     from grpo.jobs import run_online
+    from grpo.run_folder import open_comparison_folder
 
     def load() -> GrpoConfig:
-        return load_config(GrpoConfig, cli.config_file_of(arguments), cli.overrides_of(arguments))
+        if arguments.num_seeds < 1:
+            raise ValueError(f"--num-seeds {arguments.num_seeds} must be at least 1.")
+        suffix = "_compare" if arguments.compare else ""
+        file = cli.config_file_of(arguments, suffix)
+        config = load_config(GrpoConfig, file, cli.overrides_of(arguments))
+        return replace(config, name=config.name.removesuffix(suffix) + suffix)
 
+    if arguments.compare:
+        job = partial(run_comparison, num_seeds=arguments.num_seeds)
+        open_folder = open_comparison_folder
+        return cli.run_command(
+            load, job, arguments.out, resume=arguments.resume, open_folder=open_folder
+        )
     return cli.run_command(load, run_online, arguments.out, resume=arguments.resume)
 
 

@@ -298,6 +298,30 @@ class LossAggregator:
         """
         self._stream.validate(num_tokens)
 
+    def report(
+        self,
+        forward_data_store: Sequence[Mapping[str, Tensor]],
+        *,
+        broadcast_over_pipeline: bool = True,
+    ) -> dict[str, float]:
+        """`Step.report` of a wrapped step: an all-reduce over dp x cp, and a broadcast over pp.
+
+        Every rank calls it with what its schedule returned, after the run and before the next one.
+
+        Raises:
+            LossAggError: the loss is computed on this rank, and no step has run.
+        """
+        step = self._stream.active
+        if step is None:
+            if self._settings.current_groups().is_last_stage:
+                raise LossAggError(
+                    "report was called, but no wrapped step has run on this rank, where the loss "
+                    "is computed. Run the schedule first, or use begin_step and step.report."
+                )
+            # This rank receives numbers only: no coefficient is used.
+            step = Step(self._settings.step_context(iteration=0), None, 1)
+        return step.report(forward_data_store, broadcast_over_pipeline=broadcast_over_pipeline)
+
     def install_finalize_hook(self, model_config: Any = None) -> None:
         """Let `finalize_model_grads_func` of the config run this aggregator's checks.
 
@@ -333,6 +357,14 @@ class LossAggregator:
     def weights_key(self) -> str:
         """The field of a microbatch that carries the weights."""
         return self._settings.weights_key
+
+    @property
+    def weights_keys(self) -> tuple[str, ...]:
+        """The fields that carry weights: `weights_key`, and one more per further mode or mask.
+
+        A loop that broadcasts its microbatches over tensor-parallel ranks sends all of them.
+        """
+        return self._settings.objective.weights_keys(self.weights_key)
 
     @property
     def must_measure(self) -> bool:

@@ -43,6 +43,7 @@ from torch import Tensor
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.refusals import uses_full_iteration_cuda_graph
+from megatron_lossagg.report import MicrobatchReport
 from megatron_lossagg.stream import NumMicrobatches
 
 from .tp_broadcast import broadcast_batch
@@ -122,9 +123,10 @@ def make_loss_func(
     return loss_func
 
 
-def _named_pairs(report: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+def _named_pairs(report: MicrobatchReport, name: str) -> MicrobatchReport:
     """[numerator, denominator] of the loss under `name`, and of every term and metric."""
-    return {name if key == "loss" else key: pair for key, pair in report.items()}
+    names = [name if key == "loss" else key for key in report]
+    return MicrobatchReport(names, report.packed, report.extremes)
 
 
 def make_forward_step(
@@ -137,6 +139,7 @@ def make_forward_step(
     batch_keys: Sequence[str] | None = None,
     check_loss: Callable[[Tensor], None] | None = None,
     name: str = "lm loss",
+    iteration: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
     """The `forward_step(data_iterator, model)` of `pretrain_gpt.py`, for `pretrain` or a schedule.
 
@@ -159,7 +162,9 @@ def make_forward_step(
             Megatron-LM's arguments or, without those, the number for training.
         batch_keys: names of the values of `get_batch` if it returns another tuple.
         check_loss: see `make_loss_func`.
-        name: the entry of the report.
+        name: the entry of the report. With "loss", `aggregator.report` reads what the schedule
+            returns.
+        iteration: gives the step's number, where a term's coefficient is a schedule.
 
     Returns:
         forward_step(data_iterator, model, return_schedule_plan=False).
@@ -177,7 +182,7 @@ def make_forward_step(
         num_microbatches = _get_num_microbatches
     if eval_num_microbatches is None:
         eval_num_microbatches = partial(_eval_num_microbatches, num_microbatches)
-    streams = _LossStreams(aggregator, num_microbatches, eval_num_microbatches)
+    streams = _LossStreams(aggregator, num_microbatches, eval_num_microbatches, iteration)
     call_get_batch = _with_vp_stage(get_batch)
     call_model = _call_gpt_model if call_model is None else call_model
 
@@ -206,8 +211,10 @@ class _LossStreams:
         aggregator: LossAggregator,
         num_microbatches: NumMicrobatches,
         eval_num_microbatches: NumMicrobatches,
+        iteration: Callable[[], int] | None,
     ) -> None:
         self._aggregator = aggregator
+        self._iteration = iteration
         self._num_microbatches = {True: num_microbatches, False: eval_num_microbatches}
         self._is_training = True
         self._wrapped: dict[bool, tuple[Any, Any]] = {}
@@ -231,7 +238,9 @@ class _LossStreams:
         raw, wrapped = self._wrapped.get(is_training, (None, None))
         if raw is not data_iterator:
             number = self._num_microbatches[is_training]
-            wrapped = self._aggregator.wrap(data_iterator, num_microbatches=number)
+            wrapped = self._aggregator.wrap(
+                data_iterator, num_microbatches=number, iteration=self._iteration
+            )
             # Only the latest is kept: between steps a wrapped iterator holds nothing back.
             self._wrapped[is_training] = (data_iterator, wrapped)
         return wrapped
@@ -246,7 +255,9 @@ class _LossStreams:
                 "computes the loss, where tokens are counted. Give this rank its data; other "
                 "tensor-parallel ranks may have None."
             )
-        self._aggregator.wrap(None, num_microbatches=self._current_num_microbatches)
+        self._aggregator.wrap(
+            None, num_microbatches=self._current_num_microbatches, iteration=self._iteration
+        )
         self._is_without_data = True
 
     def _current_num_microbatches(self) -> int:

@@ -32,7 +32,7 @@ class Batch:
         rewards: float32 [n].
         advantages: float32 [n].
         old_log_probs: float32 [n, s], of the policy that sampled, or of the one before training.
-        ref_log_probs: float32 [n, s], of the reference model; zeros if there is no KL term.
+        ref_log_probs: float32 [n, s], of the reference model; zeros if there is no term `kl`.
     """
 
     tokens: Tensor

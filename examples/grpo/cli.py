@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
+_POLICY = "loss_agg.terms.policy"
+
 # Flag, type, the option of the YAML file that it overrides, help.
 _FLAGS: tuple[tuple[str, type, str, str], ...] = (
     ("--steps", int, "steps", "training steps of the whole run"),
@@ -27,9 +29,19 @@ _FLAGS: tuple[tuple[str, type, str, str], ...] = (
     ("--dp", int, "layout.dp", "data-parallel size"),
     ("--cp", int, "layout.cp", "context-parallel size"),
     ("--micro-batch-size", int, "micro_batch_size", "sequences in a microbatch"),
-    ("--loss-agg-mode", str, "loss_agg.loss_agg_mode", "how token losses are aggregated"),
-    ("--loss-scale-factor", float, "loss_agg.loss_scale_factor", "L of seq-mean-token-sum-norm"),
-    ("--norm-semantics", str, "loss_agg.norm_semantics", "of that mode: sum or seq-mean"),
+    ("--loss-agg-mode", str, f"{_POLICY}.loss_agg_mode", "of the policy loss"),
+    (
+        "--loss-scale-factor",
+        float,
+        "loss_agg.terms.policy.loss_scale_factor",
+        "L of seq-mean-token-sum-norm",
+    ),
+    (
+        "--norm-semantics",
+        str,
+        "loss_agg.terms.policy.norm_semantics",
+        "of that mode: sum or seq-mean",
+    ),
     ("--lr", float, "optimizer.lr", "learning rate"),
     ("--seed", int, "seed", "seed of weights, prompts and sampling"),
     ("--save-every", int, "save_every", "steps between checkpoints; 0: at the end"),
@@ -71,15 +83,18 @@ def make_parser(description: str, default_config: str) -> argparse.ArgumentParse
     return parser
 
 
-def config_file_of(arguments: argparse.Namespace) -> Path:
-    """--config; without it, with --resume, the options of the run; else the default file."""
+def config_file_of(arguments: argparse.Namespace, name_suffix: str = "") -> Path:
+    """--config; without it, with --resume, the options of the run; else the default file.
+
+    `name_suffix` is what the run's name adds to that of the default file.
+    """
     from grpo.run_folder import saved_config
 
     if arguments.config is not None:
         return arguments.config
     saved = None
     if arguments.resume:
-        saved = saved_config(arguments.default_config.stem, arguments.out)
+        saved = saved_config(arguments.default_config.stem + name_suffix, arguments.out)
     return arguments.default_config if saved is None else saved
 
 
@@ -107,6 +122,7 @@ def run_command(
     out: Path | None,
     *,
     resume: bool,
+    open_folder: Callable[..., Path] | None = None,
 ) -> int:
     """Check what can be checked, start the ranks, and turn what happens into an exit code.
 
@@ -115,6 +131,7 @@ def run_command(
         rank_main: what every rank runs: (config, folder, resume) -> whether it was stopped early.
         out: the run's folder, None for one in runs/.
         resume: go on with the run in that folder.
+        open_folder: (config, out, resume=) -> the folder; None: `open_run_folder`.
     """
     from grpo.launch import (
         JobFailed,
@@ -125,10 +142,11 @@ def run_command(
     )
     from grpo.run_folder import open_run_folder
 
+    open_folder = open_run_folder if open_folder is None else open_folder
     try:
         config = load()
         world_size = config.layout.world_size
-        folder = on_first_process(partial(open_run_folder, config, out, resume=resume), world_size)
+        folder = on_first_process(partial(open_folder, config, out, resume=resume), world_size)
     except ValueError as error:
         if is_first_process():
             print(f"error: {error}", file=sys.stderr)
@@ -156,9 +174,14 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def _objective_text(config: TrainingConfig) -> str:
+    terms = (f"{term.name} {term.loss_agg_mode}" for term in config.loss_agg.terms)
+    return f"terms {', '.join(terms)}"
+
+
 def _headline(config: TrainingConfig, folder: Path) -> str:
     layout = config.layout.with_num_microbatches(config.num_microbatches)
     return (
         f"{config.name}: {config.layout.world_size} ranks ({layout}), {config.sequences_per_step} "
-        f"sequences a step, loss_agg_mode {config.loss_agg.loss_agg_mode}, folder {folder}"
+        f"sequences a step, {_objective_text(config)}, folder {folder}"
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo.task import CountTask
+from grpo.terms import KL, POLICY, POLICY_METRICS, TERMS
 from megatron_lossagg import LossAggConfig
 from megatron_lossagg.testing import Layout
 
@@ -78,15 +79,11 @@ class AlgorithmConfig:
     clip_high: float = 0.2
     normalize_by_std: bool = True
     """Divide advantages by their group's standard deviation; Dr.GRPO does not."""
-    kl_coef: float = 0.0
-    """Weight of the KL penalty to the model before training."""
 
     def __post_init__(self) -> None:
         _check_positive("algorithm", self, names=("updates_per_step", "clip_high"))
         if not 0 < self.clip_low < 1:
             raise ValueError(f"algorithm.clip_low={self.clip_low} must be between 0 and 1.")
-        if self.kl_coef < 0:
-            raise ValueError(f"algorithm.kl_coef={self.kl_coef} must not be negative.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +126,7 @@ class TrainingConfig:
         _check_positive("", self, names=("steps", "micro_batch_size"))
         if self.save_every < 0:
             raise ValueError(f"save_every={self.save_every} must not be negative.")
-        if self.loss_agg.terms:
-            raise ValueError("loss_agg.terms: this example has one loss; give it a loss_agg_mode.")
+        self._check_terms()
         if self.loss_agg.weights_key != WEIGHTS_KEY:
             raise ValueError(
                 f"loss_agg.weights_key={self.loss_agg.weights_key!r} does not work here: weights "
@@ -149,6 +145,41 @@ class TrainingConfig:
                 f"model.num_heads={self.model.num_heads} must divide hidden_size="
                 f"{self.model.hidden_size} and be a multiple of layout.tp={self.layout.tp}."
             )
+
+    def _check_terms(self) -> None:
+        names = [term.name for term in self.loss_agg.terms]
+        unknown = [name for name in names if name not in TERMS]
+        if POLICY not in names or unknown:
+            raise ValueError(
+                f"loss_agg.terms needs one term named {POLICY!r}, and may have "
+                f"{' and '.join(name for name in TERMS if name != POLICY)}; it has "
+                f"{', '.join(names) or 'none'}."
+            )
+        for term in self.loss_agg.terms:
+            if term.metrics or term.mask_key != WEIGHTS_KEY:
+                raise ValueError(
+                    f"loss_agg.terms.{term.name}: metrics and mask_key are this example's own; "
+                    "leave them out."
+                )
+
+    @property
+    def loss_terms(self) -> LossAggConfig:
+        """`loss_agg` with what the term functions of this example report besides."""
+        terms = [
+            dataclasses.replace(term, metrics=POLICY_METRICS) if term.name == POLICY else term
+            for term in self.loss_agg.terms
+        ]
+        return dataclasses.replace(self.loss_agg, terms=tuple(terms))
+
+    @property
+    def policy_mode(self) -> str:
+        """How the policy loss is aggregated."""
+        return next(t.loss_agg_mode for t in self.loss_agg.terms if t.name == POLICY)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a term compares the policy with the model before training."""
+        return any(term.name == KL for term in self.loss_agg.terms)
 
     @property
     def sequences_per_step(self) -> int:

@@ -33,17 +33,33 @@ def load_config(
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a mapping of options, got {type(values).__name__}.")
     for dotted, value in (overrides or {}).items():
-        *sections, key = dotted.split(".")
-        target = values
-        for section in sections:
-            target = target.setdefault(section, {})
-            if not isinstance(target, dict):
-                raise ValueError(f"Cannot set {dotted}: {section} is no section in {path}.")
-        target[key] = value
+        _set(values, dotted, value, path)
     try:
         return _build(config_class, values, "")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}{' with overrides' if overrides else ''}: {error}") from error
+
+
+def _set(values: dict[str, Any], dotted: str, value: Any, path: str | Path) -> None:
+    """Set one option; an entry of a list is addressed by its name, as in loss_agg.terms.kl."""
+    *sections, key = dotted.split(".")
+    target: Any = values
+    for section in sections:
+        if isinstance(target, list):
+            names = [entry.get("name") for entry in target if isinstance(entry, dict)]
+            if section not in names:
+                raise ValueError(
+                    f"Cannot set {dotted}: there is no {section} in {path}, only "
+                    f"{', '.join(map(str, names))}."
+                )
+            target = target[names.index(section)]
+            continue
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict | list):
+            raise ValueError(f"Cannot set {dotted}: {section} is no section in {path}.")
+    if not isinstance(target, dict):
+        raise ValueError(f"Cannot set {dotted}: name the entry of {sections[-1]} and its option.")
+    target[key] = value
 
 
 def _build(config_class: Any, values: Any, where: str) -> Any:

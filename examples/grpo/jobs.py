@@ -13,17 +13,21 @@ GOAL = 0.9
 _NUM_LAST_STEPS = 10
 
 
-def run_online(config: GrpoConfig, out: Path, resume: bool) -> bool:
-    """GRPO on sampled responses, on one rank; returns whether it was stopped early."""
+def run_online(
+    config: GrpoConfig, out: Path, resume: bool, *, stop_folder: Path | None = None
+) -> bool:
+    """GRPO on sampled responses, on one rank; returns whether it was stopped early.
+
+    `stop_folder` is where a request to stop is left; None: in `out`.
+    """
     _hush()
     from grpo.loop import View, train
     from grpo.online import OnlineBatches
     from grpo.picture import Line, Panel
     from grpo.progress import Column
 
-    mode = config.loss_agg.loss_agg_mode
     view = View(
-        title=f"GRPO on the task 'count', {_layout_text(config)}, {mode}",
+        title=f"GRPO on the task 'count', {_layout_text(config)}, {config.policy_mode}",
         columns=(
             Column("reward", "reward (0 to 1)", ".3f"),
             Column("response_length", "response (tokens)", ".2f"),
@@ -50,7 +54,7 @@ def run_online(config: GrpoConfig, out: Path, resume: bool) -> bool:
         ),
         summarize=summarize_rewards,
     )
-    return train(config, OnlineBatches(config), view, out, resume=resume)
+    return train(config, OnlineBatches(config), view, out, resume=resume, stop_folder=stop_folder)
 
 
 def summarize_rewards(history: Sequence[Metrics]) -> str:
@@ -86,7 +90,7 @@ def run_offline(config: OfflineConfig, out: Path, resume: bool) -> bool:
 
     view = View(
         title=f"Offline GRPO on {Path(config.data.path).name}, {_layout_text(config)}, "
-        f"{config.loss_agg.loss_agg_mode}",
+        f"{config.policy_mode}",
         columns=(
             Column("loss", "loss", ".5f"),
             Column("advantage_gain", "gain (nats/token)", ".6f"),

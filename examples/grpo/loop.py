@@ -21,7 +21,7 @@ from grpo.metrics import Metrics, MetricsWriter
 from grpo.picture import Panel, draw
 from grpo.progress import Column, RunDisplay
 from grpo.stopping import StopRequest
-from grpo.trainer import UPDATE_METRICS, Trainer
+from grpo.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
 PICTURE = "training.png"
@@ -55,9 +55,17 @@ class View:
 
 
 def train(
-    config: TrainingConfig, batches: BatchSource, view: View, out: Path, *, resume: bool
+    config: TrainingConfig,
+    batches: BatchSource,
+    view: View,
+    out: Path,
+    *,
+    resume: bool,
+    stop_folder: Path | None = None,
 ) -> bool:
     """Train to `config.steps`, or until somebody asks to stop. All ranks call it.
+
+    `stop_folder` is where a request to stop is left; None: in `out`, the run's folder.
 
     Returns:
         Whether the run was stopped before its last step.
@@ -66,7 +74,7 @@ def train(
         config, vocab_size=batches.vocab_size, max_sequence_length=batches.row_width + 1
     )
     last_step = load_checkpoint(out / CHECKPOINTS, trainer) if resume else 0
-    stop = StopRequest(out, trainer.device)
+    stop = StopRequest(out if stop_folder is None else stop_folder, trainer.device)
     if is_rank_of_torchrun():
         stop.listen_to_signals()
     is_stopped = False
@@ -77,7 +85,7 @@ def train(
         for step in range(last_step + 1, config.steps + 1):
             started = time.perf_counter()
             batch = batches.batch(step, trainer)
-            metrics = {"step": step, **train_on_batch(batch, trainer, config)}
+            metrics = {"step": step, **train_on_batch(batch, trainer, config, step)}
             metrics["seconds"] = time.perf_counter() - started
             metrics["tokens_per_second"] = metrics["num_tokens"] / metrics["seconds"]
             _check_is_finite(metrics)
@@ -95,29 +103,39 @@ def train(
     return is_stopped
 
 
-def train_on_batch(batch: Batch, trainer: Trainer, config: TrainingConfig) -> Metrics:
+def train_on_batch(batch: Batch, trainer: Trainer, config: TrainingConfig, step: int) -> Metrics:
     """The updates on one batch, and the metrics of the step: means over the global batch.
 
     Communicates over dp, for the metrics, and as `Trainer.update`. A batch without a token to train
     on leaves model and optimizer as they are.
     """
-    lengths = batch.response_lengths
+    lengths = batch.response_lengths.double()
+    is_worse = batch.advantages < 0
+    is_better = batch.advantages > 0
+    ones = torch.ones_like(lengths)
     totals = torch.stack(
         [
-            batch.rewards.double().sum(),
-            lengths.double().sum(),
-            torch.tensor(float(batch.num_sequences), device=trainer.device).double(),
+            *(x.sum() for x in (batch.rewards.double(), lengths, ones)),
+            *(x[is_better].sum() for x in (lengths, ones)),
+            *(x[is_worse].sum() for x in (lengths, ones)),
         ]
     )
     dist.all_reduce(totals, group=trainer.groups.dp)
-    reward, num_tokens, num_sequences = totals.tolist()
+    reward, num_tokens, num_sequences, *better_and_worse = totals.tolist()
+    tokens_better, num_better, tokens_worse, num_worse = better_and_worse
     num_updates = config.algorithm.updates_per_step if num_tokens else 0
-    updates = [trainer.update(batch) for _ in range(num_updates)]
+    updates = [trainer.update(batch, step) for _ in range(num_updates)]
+    means = {
+        name: sum(u[name] for u in updates) / max(1, num_updates) for name in trainer.metric_names
+    }
     return {
         "reward": reward / num_sequences,
         "response_length": num_tokens / num_sequences,
+        # Of responses whose advantage is above 0, and below 0; 0 if there is none.
+        "length_better": tokens_better / max(1, num_better),
+        "length_worse": tokens_worse / max(1, num_worse),
         "num_tokens": num_tokens,
-        **{name: sum(u[name] for u in updates) / max(1, num_updates) for name in UPDATE_METRICS},
+        **means,
     }
 
 

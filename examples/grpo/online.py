@@ -74,7 +74,7 @@ class OnlineBatches:
             responses.tokens, (0, self.row_width + 1 - responses.tokens.shape[1]), value=PAD
         )
         ref_log_probs = torch.zeros_like(old_log_probs)
-        if algorithm.kl_coef:
+        if self._config.needs_reference:
             with trainer.initial_weights.in_force():
                 ref_log_probs = token_log_probs(
                     trainer.chunks, tokens, trainer.groups, trainer.num_microbatches

@@ -39,10 +39,30 @@ def open_run_folder(config: TrainingConfig, out: Path | None, *, resume: bool) -
         raise ValueError(
             f"{out} already holds a run. Add --resume to go on with it, or choose another --out."
         )
-    out.mkdir(parents=True, exist_ok=True)
-    stop_file(out).unlink(missing_ok=True)
-    text = yaml.safe_dump(config.to_dict(), sort_keys=False)
-    (out / _CONFIG).write_text(text, encoding="utf-8")
+    _note(config, out)
+    return out
+
+
+def open_comparison_folder(config: TrainingConfig, out: Path | None, *, resume: bool) -> Path:
+    """As `open_run_folder`, for a comparison: its folder holds those of its runs.
+
+    Raises:
+        ValueError: another comparison would be mixed with this one; or there is none to resume.
+    """
+    if out is None:
+        last, next_free = _folders(config.name)
+        out = last if resume else next_free
+    out = _shown(out)
+    is_used = (out / _CONFIG).is_file()
+    if is_used and not resume:
+        raise ValueError(
+            f"{out} already holds a run. Add --resume to go on with it, or choose another --out."
+        )
+    if resume and not is_used:
+        raise ValueError(f"--resume: there is no comparison in {out}. Name its folder with --out.")
+    if resume:
+        _check_same_options(out, config)
+    _note(config, out)
     return out
 
 
@@ -50,6 +70,13 @@ def saved_config(name: str, out: Path | None) -> Path | None:
     """The options that a run was started with: of the one in `out`, or of the last one by name."""
     path = (_folders(name)[0] if out is None else out) / _CONFIG
     return path if path.is_file() else None
+
+
+def _note(config: TrainingConfig, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    stop_file(out).unlink(missing_ok=True)
+    text = yaml.safe_dump(config.to_dict(), sort_keys=False)
+    (out / _CONFIG).write_text(text, encoding="utf-8")
 
 
 def _folders(name: str) -> tuple[Path, Path]:
@@ -65,6 +92,15 @@ def _check_can_go_on(out: Path, config: TrainingConfig) -> None:
         raise ValueError(
             f"--resume: there is no checkpoint in {out}. Name the folder of a run with --out."
         )
+    _check_same_options(out, config)
+    if step >= config.steps:
+        raise ValueError(
+            f"The run in {out} has all its steps: its checkpoint is of step {step}. To train on, "
+            f"give --steps more than {step}."
+        )
+
+
+def _check_same_options(out: Path, config: TrainingConfig) -> None:
     before = _flat(yaml.safe_load((out / _CONFIG).read_text(encoding="utf-8")))
     now = _flat(config.to_dict())
     different = [
@@ -77,11 +113,6 @@ def _check_can_go_on(out: Path, config: TrainingConfig) -> None:
             f"The run in {out} cannot go on with other options ({'; '.join(different)}). Give it "
             "the options it had, or start a new run."
         )
-    if step >= config.steps:
-        raise ValueError(
-            f"The run in {out} has all its steps: its checkpoint is of step {step}. To train on, "
-            f"give --steps more than {step}."
-        )
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -89,6 +120,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         if isinstance(value, Mapping):
             flat.update(_flat(value, f"{prefix}{key}."))
+        elif key == "terms":
+            flat.update(_flat({term["name"]: term for term in value}, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat
