@@ -43,7 +43,7 @@ class TermConfig:
             wrong = [f"unknown: {', '.join(unknown)}"] if unknown else []
             wrong += [f"missing: {', '.join(missing)}"] if missing else []
             raise ValueError(f"A term has {'; '.join(wrong)}. Known keys: {', '.join(known)}.")
-        return cls(**value)
+        return cls(**{key: _number(v) if key in _NUMBERS else v for key, v in value.items()})
 
     def with_loss_fn(self, loss_fn: TermFn) -> LossTerm:
         """The term with its function."""
@@ -51,6 +51,19 @@ class TermConfig:
         if isinstance(self.coefficient, Mapping):
             values["coefficient"] = LinearCoefficient.of(self.coefficient)
         return LossTerm(loss_fn=loss_fn, **values)
+
+
+_NUMBERS = ("coefficient", "loss_scale_factor")
+
+
+def _number(value: Any) -> Any:
+    """A text such as 1e-3, which YAML does not read as a number without a point, as one."""
+    if isinstance(value, Mapping):
+        return {key: _number(v) for key, v in value.items()}
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value  # refused where it is used
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,8 @@ class TrainingConfig:
             )
 
     def _check_terms(self) -> None:
+        if not self.loss_agg.terms:  # one mode, or a preset: the policy loss alone
+            object.__setattr__(self, "loss_agg", _as_term(self.loss_agg))
         names = [term.name for term in self.loss_agg.terms]
         unknown = [name for name in names if name not in TERMS]
         if POLICY not in names or unknown:
@@ -258,6 +260,14 @@ class OfflineConfig(TrainingConfig):
     def sequences_per_step(self) -> int:
         """As `data` says."""
         return self.data.sequences_per_step
+
+
+def _as_term(loss_agg: LossAggConfig) -> LossAggConfig:
+    """One mode as a configuration with one term, the policy's."""
+    names = ("loss_agg_mode", "loss_scale_factor", "norm_semantics", "sequence_count")
+    term = {"name": POLICY} | {name: getattr(loss_agg, name) for name in names}
+    rest = {key: value for key, value in loss_agg.to_dict().items() if key not in names}
+    return LossAggConfig.from_dict({**rest, "terms": [term]})
 
 
 def _check_positive(section: str, config: Any, names: tuple[str, ...] | None = None) -> None:

@@ -54,6 +54,11 @@ def _set(values: dict[str, Any], dotted: str, value: Any, path: str | Path) -> N
                 )
             target = target[names.index(section)]
             continue
+        if section == "terms" and section not in target:
+            raise ValueError(
+                f"Cannot set {dotted}: {path} has no terms. Without them the policy loss has the "
+                "options loss_agg.loss_agg_mode, loss_agg.loss_scale_factor, ..."
+            )
         target = target.setdefault(section, {})
         if not isinstance(target, dict | list):
             raise ValueError(f"Cannot set {dotted}: {section} is no section in {path}.")

@@ -16,12 +16,14 @@ from grpo.config_file import load_config
 from grpo.jobs import summarize_rewards
 from grpo.metrics import MetricsWriter, read_metrics
 from grpo.offline import EOS, SEPARATOR, Record, encode, read_records
-from grpo.policy_loss import ppo_clip_loss
 from grpo.progress import Column, RunDisplay
 from grpo.task import EOS as COUNT_EOS
 from grpo.task import CountTask
+from grpo.terms import POLICY_METRICS, PolicyOutput, entropy_term, kl_term, ppo_clip_term
 
 from megatron_lossagg import LossAggConfig
+
+POLICY = "loss_agg.terms.policy"
 
 # --- task ----------------------------------------------------------------------------------------
 
@@ -84,66 +86,73 @@ def test_a_group_of_equal_rewards_has_no_advantage():
     assert group_advantages(rewards, group, normalize_by_std=True).abs().max() < 1e-6
 
 
-def test_policy_loss_is_the_plain_formula():
+def evaluate_terms(log_probs, microbatch):
+    """Losses of every term and metric of the policy term, with the entropy set to 1."""
+    output = PolicyOutput(log_probs, torch.ones_like(log_probs))
+    policy, metrics = ppo_clip_term(0.2, 0.3)(output, microbatch)
+    return {
+        "policy": policy,
+        "kl": kl_term(output, microbatch),
+        "entropy": entropy_term(output, microbatch),
+        **metrics,
+    }
+
+
+def test_terms_are_the_plain_formulas():
     generator = torch.Generator().manual_seed(0)
     log_probs, old, ref, advantages = torch.randn(4, 3, 50, generator=generator)
     mask = torch.rand(3, 50, generator=generator) < 0.7
-    found = ppo_clip_loss(
-        log_probs,
-        old,
-        advantages,
-        mask,
-        clip_low=0.2,
-        clip_high=0.3,
-        ref_log_probs=ref,
-        kl_coef=0.1,
-    )
+    microbatch = {
+        "old_log_probs": old,
+        "ref_log_probs": ref,
+        "advantages": advantages,
+        "loss_mask": mask.float() / 7,  # weights ride in it
+    }
+    found = evaluate_terms(log_probs, microbatch)
+    assert set(found) == {"policy", "kl", "entropy", *POLICY_METRICS}
     for position in mask.nonzero().tolist():
         lp, o, r, a = (x[tuple(position)].item() for x in (log_probs, old, ref, advantages))
         ratio = math.exp(lp - o)
         clipped = min(max(ratio, 0.8), 1.3)
-        policy = -min(ratio * a, clipped * a)
-        kl = math.exp(r - lp) - (r - lp) - 1
-        assert found.loss[tuple(position)].item() == pytest.approx(policy + 0.1 * kl, rel=1e-4)
-        assert found.is_clipped[tuple(position)].item() == (clipped * a < ratio * a)
-    assert torch.equal(found.loss[~mask], torch.zeros(int((~mask).sum())))
+        expected = {
+            "policy": -min(ratio * a, clipped * a),
+            "kl": math.exp(r - lp) - (r - lp) - 1,
+            "entropy": 1.0,
+            "clip_fraction": float(clipped * a < ratio * a),
+            "kl_to_old": ratio - math.log(ratio) - 1,
+            "advantage_gain": a * (lp - o),
+        }
+        at = {name: value[tuple(position)].item() for name, value in found.items()}
+        assert at == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_is_masked_reaches_neither_values_nor_gradients(bad):
-    mask = torch.tensor([[True, False, True]])
+    mask = torch.tensor([[1.0, 0.0, 1.0]])
 
-    def run(value: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(value: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         log_probs = torch.tensor([[-1.0, value, -2.0]], requires_grad=True)
         other = torch.tensor([[-1.1, value, -1.9]])
-        losses = ppo_clip_loss(
-            log_probs,
-            other,
-            other,
-            mask,
-            clip_low=0.2,
-            clip_high=0.2,
-            ref_log_probs=other,
-            kl_coef=1,
-        )
-        losses.loss.sum().backward()
+        fields = dict.fromkeys(("old_log_probs", "ref_log_probs", "advantages"), other)
+        found = evaluate_terms(log_probs, fields | {"loss_mask": mask})
+        del found["entropy"]
+        (found["policy"] + found["kl"]).sum().backward()
         assert log_probs.grad is not None
-        return losses.loss.detach(), log_probs.grad
+        return found, log_probs.grad
 
-    loss, gradient = run(bad)
-    expected_loss, expected_gradient = run(0.0)
-    assert torch.equal(loss, expected_loss)
+    found, gradient = run(bad)
+    expected, expected_gradient = run(0.0)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert torch.equal(gradient, expected_gradient)
     assert gradient[0, 1] == 0
 
 
 def test_nan_that_counts_shows():
-    x = torch.tensor([[math.nan, -1.0]])
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    losses = ppo_clip_loss(
-        x, torch.zeros(1, 2), torch.ones(1, 2), mask, clip_low=0.2, clip_high=0.2
-    )
-    assert losses.loss.isnan().tolist() == [[True, False]]
+    ones = torch.ones(1, 2)
+    fields = dict.fromkeys(("old_log_probs", "ref_log_probs", "advantages", "loss_mask"), ones)
+    found = evaluate_terms(torch.tensor([[math.nan, 0.0]]), fields)
+    for name in ("policy", "kl", "kl_to_old", "advantage_gain"):
+        assert found[name].isnan().tolist() == [[True, False]]
 
 
 # --- recorded responses --------------------------------------------------------------------------
@@ -212,9 +221,12 @@ def test_a_preset_in_the_file(tmp_path):
     text = text[: text.index("loss_agg:")] + "loss_agg: {preset: dr_grpo, loss_scale_factor: 10}\n"
     path = tmp_path / "mine.yaml"
     path.write_text(text, encoding="utf-8")
-    loss_agg = load_config(GrpoConfig, path).loss_agg
-    options = {"loss_scale_factor": 10, "weights_key": "loss_mask"}
-    assert loss_agg == LossAggConfig.preset("dr_grpo", **options)
+    [term] = load_config(GrpoConfig, path).loss_agg.terms
+    assert term.name == "policy"
+    spec = LossAggConfig.preset("dr_grpo", loss_scale_factor=10).main_spec
+    assert term.with_loss_fn(print).weighting.spec == spec
+    with pytest.raises(ValueError, match="mine.yaml has no terms"):
+        load_config(GrpoConfig, path, {f"{POLICY}.loss_agg_mode": "token-mean"})
     path.write_text(text.replace("dr_grpo", "bnpo"), encoding="utf-8")
     with pytest.raises(ValueError, match="no objective of the global batch"):
         load_config(GrpoConfig, path)
@@ -230,7 +242,14 @@ def test_the_default_files_are_complete():
         loaded = load_config(config_class, path, overrides).to_dict()
         written = yaml.safe_load(path.read_text())
         # Of the aggregator's options a run chooses what the objective is, not how it is computed.
-        loaded["loss_agg"] = {key: loaded["loss_agg"][key] for key in written["loss_agg"]}
+        loaded["loss_agg"] = {
+            "terms": [
+                {key: found[key] for key in term}
+                for found, term in zip(
+                    loaded["loss_agg"]["terms"], written["loss_agg"]["terms"], strict=True
+                )
+            ]
+        }
         for dotted, value in overrides.items():
             written[dotted.split(".")[0]][dotted.split(".")[1]] = value
         assert loaded == written
@@ -251,11 +270,20 @@ def test_resuming_takes_the_options_of_the_run(tmp_path):
 
 def test_flags_override_settings_override_the_file():
     arguments = make_parser("", "grpo_count.yaml").parse_args(
-        ["--dp", "4", "--set", "layout.dp=1", "--set", "algorithm.kl_coef=1e-2", "--lr", "2e-3"]
+        [
+            "--dp",
+            "4",
+            "--set",
+            "layout.dp=1",
+            "--set",
+            "loss_agg.terms.kl.coefficient=1e-2",
+            "--lr",
+            "2e-3",
+        ]
     )
     config = load_config(GrpoConfig, config_file_of(arguments), overrides_of(arguments))
     assert (config.layout.dp, config.layout.pp) == (4, 2)
-    assert config.algorithm.kl_coef == 0.01
+    assert [t.coefficient for t in config.loss_agg.terms if t.name == "kl"] == [0.01]
     assert config.optimizer.lr == 0.002
 
 
@@ -274,8 +302,17 @@ def test_flags_override_settings_override_the_file():
         ({"layout.vpp": 2}, "num_layers=2 cannot be spread over PP x VPP = 4"),
         ({"layout.vpp": 2, "layout.pp": 1}, "vpp=2 needs pp > 1"),
         ({"layout.tp": 3}, "num_heads=4 must .* be a multiple of layout.tp=3"),
-        ({"loss_agg.loss_agg_mode": "mean"}, "Unknown loss_agg_mode 'mean'; expected one of"),
-        ({"loss_agg.loss_agg_mode": "seq-mean-token-sum-norm"}, "needs loss_scale_factor"),
+        ({f"{POLICY}.loss_agg_mode": "mean"}, "Unknown loss_agg_mode 'mean'; expected one of"),
+        ({f"{POLICY}.loss_agg_mode": "seq-mean-token-sum-norm"}, "needs loss_scale_factor"),
+        ({f"{POLICY}.metrics": {"kl": "sum"}}, "metrics and mask_key are this example's own"),
+        ({f"{POLICY}.mode": "mean"}, "A term has unknown: mode"),
+        ({"loss_agg.terms.kl2.coefficient": 1.0}, "there is no kl2 .*, only policy, kl, entropy"),
+        ({"loss_agg.terms.kl": 1.0}, "name the entry of terms and its option"),
+        ({"loss_agg.terms": []}, "needs 'loss_agg_mode'.* or 'terms'"),
+        (
+            {"loss_agg.terms": [{"name": "p", "loss_agg_mode": "token-mean"}]},
+            "needs one term named 'policy', and may have kl and entropy; it has p",
+        ),
         ({"loss_agg.weights_key": "w"}, "weights_key='w' does not work here"),
         ({"rollout.group_size": 1}, "group_size=1 gives every response the advantage 0"),
         ({"rollout.prompts_per_step": 1, "micro_batch_size": 4}, "no multiple of layout.dp=2"),

@@ -112,11 +112,11 @@ class TermsPlan:
             return logits, partial(step.loss_func, microbatch)
 
         def finish(store):
-            begun = aggregator._stream.active if self.planning == "wrap" else step
-            if begun is None:
-                return None  # a wrapped middle stage takes no microbatch
-            begun.validate()
-            return begun.report(store, broadcast_over_pipeline=self.planning != "wrap") or None
+            if self.planning == "wrap":
+                aggregator.validate()
+                return aggregator.report(store)
+            step.validate()
+            return step.report(store)
 
         return StepPlan(forward_step, data, count, finish)
 

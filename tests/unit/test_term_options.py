@@ -302,3 +302,15 @@ def test_linear_coefficient():
     coefficient = LinearCoefficient(1.0, 0.0, 4)
     assert [coefficient(i) for i in (-1, 0, 1, 4, 9)] == [1.0, 1.0, 0.75, 0.0, 0.0]
     assert TermConfig.of(TERMS[0]).coefficient == 1.0
+
+
+def test_numbers_that_yaml_reads_as_text(tmp_path):
+    """YAML takes 1e-1, which has no point, for a text."""
+    path = tmp_path / "terms.yaml"
+    path.write_text(
+        "terms:\n"
+        "- {name: a, loss_agg_mode: token-mean, coefficient: 1e-1}\n"
+        "- {name: b, loss_agg_mode: token-mean, coefficient: {start: 1e-1, end: 0, iterations: 2}}\n"
+    )
+    a, b = LossAggConfig.from_yaml(path).loss_terms({"a": losses, "b": losses})
+    assert a.coefficient == b.coefficient_at(0) == 0.1
