@@ -310,7 +310,8 @@ def test_numbers_that_yaml_reads_as_text(tmp_path):
     path.write_text(
         "terms:\n"
         "- {name: a, loss_agg_mode: token-mean, coefficient: 1e-1}\n"
-        "- {name: b, loss_agg_mode: token-mean, coefficient: {start: 1e-1, end: 0, iterations: 2}}\n"
+        "- {name: b, loss_agg_mode: token-mean, coefficient: "
+        "{start: 1e-1, end: 0, iterations: 2}}\n"
     )
     a, b = LossAggConfig.from_yaml(path).loss_terms({"a": losses, "b": losses})
     assert a.coefficient == b.coefficient_at(0) == 0.1
