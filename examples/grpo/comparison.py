@@ -97,8 +97,8 @@ def run_comparison(config: GrpoConfig, out: Path, resume: bool, *, num_seeds: in
 def _title(config: GrpoConfig, num_seeds: int) -> str:
     layout = config.layout.with_num_microbatches(config.num_microbatches)
     return (
-        f"GRPO on the task 'count', {layout}: the policy loss in four aggregation modes "
-        f"(line: mean of {num_seeds} seeds, band: smallest to largest)"
+        f"GRPO on the task 'count', {layout}: the policy loss in four aggregation modes\n"
+        f"line: mean of {num_seeds} seeds, each smoothed over 9 steps; band: smallest to largest"
     )
 
 
@@ -150,14 +150,12 @@ def draw_comparison(
             "response_length",
             "Length of responses",
             "mean length (tokens, with EOS)",
-            limits=(0.0, config.task.max_response_length + 0.4),
             line=(config.task.mean_answer_length, "right answers, on average"),
         ),
         BandPanel(
             "length_worse",
-            "Length of worse responses",
-            "mean length where the advantage is below 0 (tokens)",
-            limits=(0.0, config.task.max_response_length + 0.4),
+            "Length of responses with an advantage below 0",
+            "mean length (tokens, with EOS)",
         ),
         BandPanel(
             "grad_norm", "Gradient norm", "norm before clipping (log scale)", is_logarithmic=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,18 +111,19 @@ class Band:
 
 
 def draw_bands(path: Path, title: str, panels: Sequence[BandPanel], bands: Sequence[Band]) -> None:
-    """Draw the panels side by side: per group the mean of its runs, and from least to largest."""
+    """Draw the panels, two in a row: per group the mean of its runs, and from least to largest."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
+    rows = math.ceil(len(panels) / 2)
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.6 * len(panels), 4.6), layout="constrained", squeeze=False
+        rows, 2, figsize=(11, 3.9 * rows + 0.5), layout="constrained", squeeze=False
     )
     figure.suptitle(title, fontsize=12)
-    for axis, panel in zip(axes[0], panels, strict=True):
+    for axis, panel in zip(axes.flat, panels, strict=True):
         for band, color, style in zip(bands, BAND_COLORS, BAND_STYLES, strict=False):
             steps = [m["step"] for m in band.runs[0]]
             curves = [_smooth([m[panel.metric] for m in run]) for run in band.runs]
