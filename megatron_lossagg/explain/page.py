@@ -23,6 +23,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: 0.6rem 0; }
 th, td { padding: 0.2rem 0.8rem; text-align: right; white-space: pre-line; vertical-align: top; }
 th:first-child { text-align: left; }
+td { white-space: nowrap; }
 thead th { border-bottom: 2px solid #1a1a1a; vertical-align: bottom; }
 tbody { border-bottom: 1px solid #c8c8c8; }
 tbody th { font-weight: 400; font-family: ui-monospace, monospace; font-size: 0.9rem; }
