@@ -32,22 +32,22 @@ class LocalCounts:
     """What this rank's microbatches hold: kept so that masks are read once.
 
     Attributes:
-        sequences: for each distinct mask, the sequences of each microbatch.
+        sequences: for each distinct mask, those of all microbatches.
         units: for each distinct mask their units, None where no mode counts them.
         vector: the packed int64 [VECTOR_LENGTH] contribution of this rank.
     """
 
-    sequences: list[list[Sequences]]
+    sequences: list[Sequences]
     units: list[LocalUnits | None]
     vector: Tensor
 
 
 def count_local(
-    sequences: list[list[Sequences]],
+    sequences: list[Sequences],
     units: list[LocalUnits | None] | None = None,
     fingerprint: int = 0,
 ) -> LocalCounts:
-    """Count this rank's sequences: for each distinct mask, one per microbatch. No communication.
+    """Count this rank's sequences, given for each distinct mask. Does not communicate.
 
     Raises:
         ValueError: more distinct masks than the vector has room for.
@@ -58,19 +58,20 @@ def count_local(
             "terms share a mask_key."
         )
     units = [None] * len(sequences) if units is None else units
-    vector = torch.zeros(VECTOR_LENGTH, dtype=torch.int64, device=sequences[0][0].num_tokens.device)
-    vector[_RANKS] = 1
-    vector[_FINGERPRINT] = fingerprint
-    vector[_FINGERPRINT_SQUARED] = fingerprint**2
-    vector[_MICROBATCHES] = len(sequences[0])
+    main = sequences[0]
+    known = [0] * VECTOR_LENGTH
+    known[_RANKS] = 1
+    known[_FINGERPRINT] = fingerprint
+    known[_FINGERPRINT_SQUARED] = fingerprint**2
+    known[_MICROBATCHES] = len(main.masks)
+    known[_POSITIONS] = sum(mask.numel() for mask in main.masks)
+    vector = torch.tensor(known).to(main.num_tokens.device, non_blocking=True)
     for slot, of_mask in enumerate(sequences):
-        num_tokens = torch.cat([s.num_tokens for s in of_mask])
-        vector[_BAD_MASK_VALUES] += torch.stack([s.num_bad_values for s in of_mask]).sum()
         start = _HEADER + 3 * slot
-        vector[start] = num_tokens.sum()
-        vector[start + 1] = (num_tokens > 0).sum()
-        vector[start + 2] = torch.stack([s.num_seqs for s in of_mask]).sum()
-    vector[_POSITIONS] = sum(s.valid.numel() for s in sequences[0])
+        num_tokens = of_mask.num_tokens
+        vector[start : start + 2] = torch.stack((num_tokens.sum(), (num_tokens > 0).sum()))
+        vector[start + 2] = of_mask.num_seqs
+        vector[_BAD_MASK_VALUES] += of_mask.num_bad_values
     for of_units in units:
         if of_units is not None:
             vector[_BAD_UNIT_IDS] += of_units.num_bad_ids
@@ -229,7 +230,7 @@ def count_global_batch(
                 "microbatch (or None for it)."
             )
         columns.append(values)
-    sequences = [Sequences.of(*fields) for fields in zip(*columns, strict=True)]
+    sequences = Sequences.of_fields(list(zip(*columns, strict=True)))
     units = None
     if unit_ids is not None:
         units = LocalUnits.of(sequences, unit_ids, num_units)

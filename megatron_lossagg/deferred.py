@@ -59,15 +59,13 @@ class DeferredPlan:
         """A shallow copy with its weights u; counted the first time that `index` comes."""
         if index == len(self._weights):
             check_microbatch(microbatch, index, self._options)
-            sequences = Sequences.of_microbatch(microbatch, self._weighting.mask_key)
-            self._vectors.append(count_local([[sequences]]).vector)
-            self._weights.append(
-                weights_of_sequences(
-                    sequences,
-                    self._weighting.spec,
-                    undivided_counts(),
-                    weight_dtype=self._options.weight_dtype,
-                )
+            sequences = Sequences.of_microbatches([microbatch], self._weighting.mask_key)
+            self._vectors.append(count_local([sequences]).vector)
+            self._weights += weights_of_sequences(
+                sequences,
+                self._weighting.spec,
+                undivided_counts(),
+                weight_dtype=self._options.weight_dtype,
             )
         copy = without_counting_keys(microbatch)
         copy[self._options.weights_keys[0]] = self._weights[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communicatio
 from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.terms import Weighting, distinct_masks
 from megatron_lossagg.units import LocalUnits
-from megatron_lossagg.weights import weights_of_sequences
+from megatron_lossagg.weights import sequence_weights
 
 Microbatch = Mapping[str, Any]
 
@@ -60,14 +61,15 @@ class WeightOptions:
     fingerprint: int
     masks_are_cp_sliced: bool = False
 
-    @property
+    @cached_property
     def mask_keys(self) -> tuple[str, ...]:
         """The distinct masks, the main one first."""
         return distinct_masks(self.weightings)
 
-    def needs_units(self, mask_key: str) -> bool:
-        """Whether a mode counts the units of this mask."""
-        return any(w.spec.needs_units for w in self.weightings if w.mask_key == mask_key)
+    @cached_property
+    def masks_with_units(self) -> dict[str, str]:
+        """The masks whose units are counted, each with a mode that needs it."""
+        return {w.mask_key: w.spec.loss_agg_mode for w in self.weightings if w.spec.needs_units}
 
 
 class WeightPlan:
@@ -90,15 +92,12 @@ class WeightPlan:
         self._options = options
         self._microbatches = list(microbatches)
         self._slots = {mask_key: slot for slot, mask_key in enumerate(options.mask_keys)}
-        sequences = [
-            [Sequences.of_microbatch(m, mask_key) for m in self._microbatches]
-            for mask_key in self._slots
-        ]
+        sequences = [Sequences.of_microbatches(microbatches, key) for key in self._slots]
         if options.masks_are_cp_sliced:
             sequences = _with_full_counts(sequences, groups)
         units = [
             LocalUnits.of(of_mask, [m["unit_ids"] for m in self._microbatches], num_units)
-            if options.needs_units(mask_key)
+            if mask_key in options.masks_with_units
             else None
             for mask_key, of_mask in zip(self._slots, sequences, strict=True)
         ]
@@ -111,6 +110,7 @@ class WeightPlan:
         # Weights are made where the counts are, so that counts never travel back to the host.
         self._device = communication_device(groups.dp, self._local.vector.device)
         self._weights: list[tuple[Tensor, ...] | None] = [None] * len(self._microbatches)
+        self._factors: list[tuple[Sequences, tuple[Tensor, ...]]] = []
 
     def __len__(self) -> int:
         return len(self._microbatches)
@@ -175,22 +175,28 @@ class WeightPlan:
         """The weights [b, s] of one microbatch, per weighting; built once, kept for chunks."""
         found = self._weights[index]
         if found is None:
-            times = self._times()
-            found = tuple(self._weights_of(w, index, times) for w in self._options.weightings)
+            if not self._factors:
+                times = self._times()
+                self._factors = [self._factors_of(w, times) for w in self._options.weightings]
+            found = tuple(of_mask.spread(index, factor[index]) for of_mask, factor in self._factors)
             self._weights[index] = found
         return found
 
-    def _weights_of(self, weighting: Weighting, index: int, times: Tensor | None) -> Tensor:
+    def _factors_of(
+        self, weighting: Weighting, times: Tensor | None
+    ) -> tuple[Sequences, tuple[Tensor, ...]]:
+        """Of a weighting its sequences, and per microbatch the weight of a token of each."""
         slot = self._slots[weighting.mask_key]
+        of_mask = self._local.sequences[slot]
         units = self._local.units[slot] if weighting.spec.needs_units else None
-        return weights_of_sequences(
-            self._local.sequences[slot][index].to(self._device),
+        factors = sequence_weights(
+            of_mask.num_tokens.to(self._device, non_blocking=True),
             weighting.spec,
             self.counts_of(weighting.mask_key),
-            unit_of_seq=None if units is None else units.unit_of_seq[index].to(self._device),
+            unit_of_seq=None if units is None else units.unit_of_seq.to(self._device),
             times=times,
-            weight_dtype=self._options.weight_dtype,
         )
+        return of_mask, factors.to(self._options.weight_dtype).split(of_mask.sizes)
 
     def microbatch(self, index: int) -> dict[str, Any]:
         """A planned microbatch with its weights."""
@@ -228,10 +234,10 @@ def check_microbatch(microbatch: Any, index: int, options: WeightOptions) -> Non
                 f"Microbatch {index} already has a field {weights_key!r}, where the weights would "
                 "go. Rename it, or pass another weights_key to LossAggregator."
             )
-    if any(map(options.needs_units, options.mask_keys)) and microbatch.get("unit_ids") is None:
-        modes = [w.spec.loss_agg_mode for w in options.weightings if w.spec.needs_units]
+    if options.masks_with_units and microbatch.get("unit_ids") is None:
+        mode = next(iter(options.masks_with_units.values()))
         raise ValueError(
-            f"Microbatch {index} has no 'unit_ids' [num_seqs], which loss_agg_mode={modes[0]!r} "
+            f"Microbatch {index} has no 'unit_ids' [num_seqs], which loss_agg_mode={mode!r} "
             "needs: the unit (rollout, prompt) of each sequence."
         )
     if options.masks_are_cp_sliced and microbatch.get("cu_seqlens") is not None:
@@ -242,14 +248,10 @@ def check_microbatch(microbatch: Any, index: int, options: WeightOptions) -> Non
         )
 
 
-def _with_full_counts(
-    sequences: list[list[Sequences]], groups: ParallelGroups
-) -> list[list[Sequences]]:
+def _with_full_counts(sequences: list[Sequences], groups: ParallelGroups) -> list[Sequences]:
     """Sequences of sliced masks with the n_s of whole rows: one all-reduce over the cp group."""
-    flat = [s for of_mask in sequences for s in of_mask]
-    local = torch.cat([s.num_tokens for s in flat])
+    local = torch.cat([of_mask.num_tokens for of_mask in sequences])
     full = local.to(communication_device(groups.cp, local.device), copy=True)
     all_reduce_sum(full, groups.cp)
-    parts = full.to(local.device).split([s.num_tokens.shape[0] for s in flat])
-    whole = iter([replace(s, num_tokens=n) for s, n in zip(flat, parts, strict=True)])
-    return [[next(whole) for _ in of_mask] for of_mask in sequences]
+    parts = full.to(local.device).split([s.num_tokens.shape[0] for s in sequences])
+    return [replace(s, num_tokens=n) for s, n in zip(sequences, parts, strict=True)]

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lossagg.masks import as_numbers, checked_mask, count_rows
+
+_KEYS_BESIDE_A_MASK = ("sample_mask", "cu_seqlens", "cu_seqlens_padded")
+
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of one microbatch, with n of them.
+    """The sequences of some microbatches under one mask, in order; N of them in all.
 
     Attributes:
-        valid: bool, the mask's shape [b, s].
-        num_tokens: n_s, the valid tokens of each sequence, int64 [n].
-        num_seqs: sequences that are there, valid or not, int64 [].
-        sequence_of_token: int64 [b, s], in 0..n-1; None where row r is sequence r.
-        num_bad_values: mask values that are neither 0 nor 1, or that are 1 outside every sequence,
-            int64 []; 0 on the CPU, where such a mask has raised.
+        masks: of each microbatch [b, s], values 0 and 1, any dtype.
+        sizes: the number of sequences of each microbatch.
+        num_tokens: n_s, the valid tokens of each sequence, int64 [N]; 0 where `sample_mask` is 0.
+        num_seqs: sequences that are there, valid or not; a number, or int64 [].
+        sequence_of_token: of each microbatch int64 [b, s], in 0..n-1; None where row r is
+            sequence r.
+        num_bad_values: mask values that are neither 0 nor 1, or that are 1 outside every sequence;
+            a number, or int64 []. 0 on the CPU, where such a mask has raised.
     """
 
-    valid: Tensor
+    masks: list[Tensor]
+    sizes: list[int]
     num_tokens: Tensor
-    num_seqs: Tensor
-    sequence_of_token: Tensor | None
-    num_bad_values: Tensor
+    num_seqs: Tensor | int
+    sequence_of_token: list[Tensor | None]
+    num_bad_values: Tensor | int
 
     @classmethod
-    def of_microbatch(cls, microbatch: Mapping[str, Any], mask_key: str = "loss_mask") -> Sequences:
-        """Read a mask, `sample_mask`, `cu_seqlens` and `cu_seqlens_padded` of a microbatch."""
-        return cls.of(
-            microbatch[mask_key],
-            microbatch.get("sample_mask"),
-            microbatch.get("cu_seqlens"),
-            microbatch.get("cu_seqlens_padded"),
-        )
+    def of_microbatches(
+        cls, microbatches: Sequence[Mapping[str, Any]], mask_key: str = "loss_mask"
+    ) -> Sequences:
+        """Read a mask, `sample_mask`, `cu_seqlens` and `cu_seqlens_padded` of each microbatch."""
+        keys = (mask_key, *_KEYS_BESIDE_A_MASK)
+        return cls.of_fields([tuple(map(microbatch.get, keys)) for microbatch in microbatches])
 
     @classmethod
     def of(
@@ -47,7 +52,7 @@ class Sequences:
         cu_seqlens: Tensor | None = None,
         cu_seqlens_padded: Tensor | None = None,
     ) -> Sequences:
-        """The sequences of a mask. Does not communicate; looks at values on the CPU only.
+        """The sequences of one mask. Does not communicate; looks at values on the CPU only.
 
         Args:
             loss_mask: [b, s], values 0 and 1: one sequence per row; or [1, t] with `cu_seqlens`.
@@ -61,78 +66,85 @@ class Sequences:
         Raises:
             TypeError: not tensors. ValueError: wrong shapes, or (on the CPU) wrong values.
         """
-        _check_mask(loss_mask)
-        if cu_seqlens is None:
-            if cu_seqlens_padded is not None:
-                raise ValueError("cu_seqlens_padded needs cu_seqlens, the lengths without padding.")
-            return cls._of_rows(loss_mask, sample_mask)
-        return cls._of_packed(loss_mask, sample_mask, cu_seqlens, cu_seqlens_padded)
+        return cls.of_fields([(loss_mask, sample_mask, cu_seqlens, cu_seqlens_padded)])
 
     @classmethod
-    def _of_rows(cls, loss_mask: Tensor, sample_mask: Tensor | None) -> Sequences:
-        num_rows = loss_mask.shape[0]
+    def of_fields(cls, fields: Sequence[tuple[Any, ...]]) -> Sequences:
+        """Of some microbatches: for each the arguments of `of`. Masks are read in bulk."""
+        masks = [checked_mask(of_microbatch[0]) for of_microbatch in fields]
+        num_tokens, num_bad = count_rows(masks)
+        sizes = [mask.shape[0] for mask in masks]
+        if all(all(field is None for field in beside) for _, *beside in fields):
+            return cls(masks, sizes, num_tokens, sum(sizes), [None] * len(masks), num_bad)
+        parts = [
+            cls._of_rows(mask, of_rows, sample_mask, cu_seqlens_padded)
+            if cu_seqlens is None
+            else cls._of_packed(mask, sample_mask, cu_seqlens, cu_seqlens_padded)
+            for mask, of_rows, (_, sample_mask, cu_seqlens, cu_seqlens_padded) in zip(
+                masks, num_tokens.split(sizes), fields, strict=True
+            )
+        ]
+        return cls(
+            masks,
+            [size for part in parts for size in part.sizes],
+            torch.cat([part.num_tokens for part in parts]),
+            sum(part.num_seqs for part in parts),
+            [sequence for part in parts for sequence in part.sequence_of_token],
+            num_bad + sum(part.num_bad_values for part in parts),
+        )
+
+    @classmethod
+    def _of_rows(
+        cls, mask: Tensor, num_tokens: Tensor, sample_mask: Any, cu_seqlens_padded: Any
+    ) -> Sequences:
+        if cu_seqlens_padded is not None:
+            raise ValueError("cu_seqlens_padded needs cu_seqlens, the lengths without padding.")
+        num_rows = mask.shape[0]
         is_real = _checked_sample_mask(sample_mask, num_rows, "[b]")
-        valid = loss_mask != 0
         if is_real is None:
-            num_seqs = valid.new_tensor(num_rows, dtype=torch.int64)
-        else:
-            valid = valid & is_real.unsqueeze(1)
-            num_seqs = is_real.sum()
-        return cls(valid, valid.sum(dim=1), num_seqs, None, num_bad_mask_values(loss_mask))
+            return cls([mask], [num_rows], num_tokens, num_rows, [None], 0)
+        return cls([mask], [num_rows], num_tokens * is_real, is_real.sum(), [None], 0)
 
     @classmethod
     def _of_packed(
-        cls,
-        loss_mask: Tensor,
-        sample_mask: Tensor | None,
-        cu_seqlens: Tensor,
-        cu_seqlens_padded: Tensor | None,
+        cls, mask: Tensor, sample_mask: Any, cu_seqlens: Any, cu_seqlens_padded: Any
     ) -> Sequences:
-        if loss_mask.shape[0] != 1:
+        if mask.shape[0] != 1:
             raise ValueError(
                 f"With cu_seqlens the loss_mask must have shape [1, t], got "
-                f"{tuple(loss_mask.shape)}. Pack the sequences of a microbatch into one row."
+                f"{tuple(mask.shape)}. Pack the sequences of a microbatch into one row."
             )
-        starts_from, lengths = checked_boundaries(cu_seqlens, cu_seqlens_padded, loss_mask)
-        num_slots = lengths.numel()
-        sequence, is_inside = sequence_of_positions(starts_from, lengths, loss_mask.shape[1])
-        is_inside = is_inside.unsqueeze(0)
-        num_bad = num_bad_mask_values(loss_mask) + ((loss_mask != 0) & ~is_inside).sum()
-        if loss_mask.device.type == "cpu" and int(num_bad) > 0:
+        starts, lengths = checked_boundaries(cu_seqlens, cu_seqlens_padded, mask)
+        sequence, is_inside = sequence_of_positions(starts, lengths, mask.shape[1])
+        is_one = mask[0] != 0
+        num_outside = (is_one & ~is_inside).sum()
+        if mask.device.type == "cpu" and int(num_outside) > 0:
             raise ValueError(
-                f"loss_mask is 1 at {int(num_bad)} tokens outside every sequence of cu_seqlens; "
-                "padding between or after sequences must have mask 0."
+                f"loss_mask is 1 at {int(num_outside)} tokens outside every sequence of "
+                "cu_seqlens; padding between or after sequences must have mask 0."
             )
-        valid = (loss_mask != 0) & is_inside
         is_there = lengths > 0
-        is_real = _checked_sample_mask(sample_mask, num_slots, "[num_seqs]")
+        num_tokens = torch.zeros_like(lengths)
+        num_tokens.scatter_add_(0, sequence, (is_one & is_inside).long())
+        is_real = _checked_sample_mask(sample_mask, lengths.numel(), "[num_seqs]")
         if is_real is not None:
-            valid = valid & is_real[sequence]
+            num_tokens = num_tokens * is_real
             is_there = is_there & is_real
-        num_tokens = torch.zeros(num_slots, dtype=torch.int64, device=loss_mask.device)
-        num_tokens.scatter_add_(0, sequence, valid[0].long())
-        return cls(valid, num_tokens, is_there.sum(), sequence.unsqueeze(0), num_bad)
+        of_token = sequence.unsqueeze(0)
+        return cls([mask], [lengths.numel()], num_tokens, is_there.sum(), [of_token], num_outside)
 
-    def spread(self, per_sequence: Tensor) -> Tensor:
-        """A value per sequence [n], or one for all [], as a value per token: [b, s] or [b, 1]."""
-        per_sequence = per_sequence.expand(self.num_tokens.shape[0])
-        if self.sequence_of_token is None:
-            return per_sequence.unsqueeze(1)
-        if per_sequence.numel() == 0:
-            return per_sequence.new_zeros(self.valid.shape)
-        return per_sequence[self.sequence_of_token]
+    def spread(self, index: int, per_sequence: Tensor) -> Tensor:
+        """A value per sequence of microbatch `index` [n] as a value per token, 0 at masked ones.
 
-    def to(self, device: torch.device) -> Sequences:
-        """The same on another device, without waiting."""
-        if self.valid.device == device:
-            return self
-        of_token = self.sequence_of_token
-        return replace(
-            self,
-            valid=self.valid.to(device, non_blocking=True),
-            num_tokens=self.num_tokens.to(device, non_blocking=True),
-            sequence_of_token=None if of_token is None else of_token.to(device, non_blocking=True),
-        )
+        Returns:
+            Tensor of the mask's shape, and of the dtype and on the device of `per_sequence`.
+        """
+        mask = as_numbers(self.masks[index], per_sequence.dtype, per_sequence.device)
+        sequence = self.sequence_of_token[index]
+        # A product of finite numbers: cheaper than a selection, and just as exact.
+        if sequence is None:
+            return mask * per_sequence.unsqueeze(1)
+        return mask * per_sequence[sequence.to(per_sequence.device, non_blocking=True)]
 
 
 def checked_boundaries(
@@ -192,30 +204,6 @@ def sequence_of_positions(starts: Tensor, lengths: Tensor, width: int) -> tuple[
     sequence = sequence.clamp(max=lengths.numel() - 1)
     is_inside = position - starts[sequence] < lengths[sequence]
     return sequence, is_inside & (position < starts[-1])
-
-
-def num_bad_mask_values(loss_mask: Tensor) -> Tensor:
-    """How many values are neither 0 nor 1; int64, shape []."""
-    if loss_mask.dtype == torch.bool:
-        return torch.zeros((), dtype=torch.int64, device=loss_mask.device)
-    return ((loss_mask != 0) & (loss_mask != 1)).sum()
-
-
-def _check_mask(loss_mask: Any) -> None:
-    if not isinstance(loss_mask, Tensor):
-        raise TypeError(f"loss_mask must be a tensor, got {type(loss_mask).__name__}.")
-    if loss_mask.dim() != 2:
-        raise ValueError(
-            "loss_mask must have shape [b, s], one sequence per row, or [1, t] with cu_seqlens; "
-            f"got {tuple(loss_mask.shape)}."
-        )
-    if loss_mask.device.type == "cpu" and int(num_bad_mask_values(loss_mask)) > 0:
-        wrong = loss_mask[(loss_mask != 0) & (loss_mask != 1)]
-        raise ValueError(
-            f"loss_mask may hold only 0 and 1, got {wrong.numel()} other values such as "
-            f"{wrong[0].item()}. Put per-token weights into the loss, not into the mask: the mask "
-            "is what is counted."
-        )
 
 
 def _checked_sample_mask(sample_mask: Any, num_seqs: int, shape: str) -> Tensor | None:

@@ -75,10 +75,11 @@ def token_weights(
                 f"loss_agg_mode={loss_agg_mode!r} needs unit_ids [num_seqs] and counts with units."
             )
         num_units = counts.unit_num_tokens.shape[0]
-        [unit_of_seq] = LocalUnits.of([sequences], [unit_ids], num_units).unit_of_seq
-    return weights_of_sequences(
+        unit_of_seq = LocalUnits.of(sequences, [unit_ids], num_units).unit_of_seq
+    [weights] = weights_of_sequences(
         sequences, spec, counts, unit_of_seq=unit_of_seq, weight_dtype=weight_dtype
     )
+    return weights
 
 
 def weights_of_sequences(
@@ -87,27 +88,36 @@ def weights_of_sequences(
     counts: GlobalCounts,
     *,
     unit_of_seq: Tensor | None = None,
-    times: Tensor | None = None,
     weight_dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """The weights of each microbatch, [b, s] of `weight_dtype`. Does not communicate."""
+    factors = sequence_weights(sequences.num_tokens, spec, counts, unit_of_seq=unit_of_seq)
+    per_microbatch = factors.to(weight_dtype).split(sequences.sizes)
+    return [sequences.spread(index, factor) for index, factor in enumerate(per_microbatch)]
+
+
+def sequence_weights(
+    num_tokens: Tensor,
+    spec: ModeSpec,
+    counts: GlobalCounts,
+    *,
+    unit_of_seq: Tensor | None = None,
+    times: Tensor | None = None,
 ) -> Tensor:
-    """Weights of sequences that were already counted. Does not communicate.
+    """The weight of a valid token of each sequence. Does not communicate.
 
     Args:
-        sequences: of one microbatch.
+        num_tokens: n_s, int64 [N].
         spec: the mode and its options.
         counts: counts of the global batch.
-        unit_of_seq: int64 [n], in modes with units.
+        unit_of_seq: int64 [N], in modes with units.
         times: a number [] to multiply by, for schedules whose finalize divides by it.
-        weight_dtype: dtype of the result.
 
     Returns:
-        Tensor of `weight_dtype` and the mask's shape, 0 where no token counts.
+        float64 [N], 0 where a sequence has no token.
     """
-    inputs = spec.inputs(counts, sequences.valid.device, unit_of_seq)
-    factor = get_mode(spec.loss_agg_mode).sequence_factor(sequences.num_tokens.double(), inputs)
+    inputs = spec.inputs(counts, num_tokens.device, unit_of_seq)
+    factor = get_mode(spec.loss_agg_mode).sequence_factor(num_tokens.double(), inputs)
     # A factor of a sequence without tokens may be anything, also inf.
-    factor = torch.where(sequences.num_tokens > 0, factor, 0.0)
-    if times is not None:
-        factor = factor * times.to(factor.device)
-    # A product of finite numbers: cheaper than a selection, and just as exact.
-    return sequences.valid.to(weight_dtype) * sequences.spread(factor.to(weight_dtype))
+    factor = torch.where(num_tokens > 0, factor, 0.0)
+    return factor if times is None else factor * times.to(factor.device)

@@ -15,6 +15,7 @@ from megatron_lossagg.counts import GlobalCounts, PendingCounts
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.plan import WeightPlan
 from megatron_lossagg.schedule import ScheduleContract
+from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.weights import weights_of_sequences
 
 
@@ -32,10 +33,10 @@ def _mean_of_means() -> Any:
     """Patch: each microbatch divides by its own counts, and the means are averaged."""
 
     def weights(self: WeightPlan, index: int) -> tuple[Tensor, ...]:
-        sequences = self._local.sequences[0][index]
+        sequences = Sequences.of_microbatches([self._microbatches[index]])
         n_s = sequences.num_tokens
-        own = GlobalCounts(n_s.sum(), (n_s > 0).sum(), sequences.num_seqs)
-        own_weights = weights_of_sequences(
+        own = GlobalCounts(n_s.sum(), (n_s > 0).sum(), n_s.new_tensor(sequences.num_seqs))
+        [own_weights] = weights_of_sequences(
             sequences,
             self._options.weightings[0].spec,
             own,

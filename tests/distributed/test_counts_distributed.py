@@ -128,11 +128,11 @@ def test_one_collective_of_constant_size(rank_pool, tokens_of_ranks):
 
 def _local_counts_after_reduction():
     mask = make_microbatches([(3, 5)[dist.get_rank()]])[0]["loss_mask"]
-    local = count_local([[Sequences.of(mask)]])
+    local = count_local([Sequences.of(mask)])
     before = local.vector.clone()
     counts = start_reduction(local, data_parallel_groups()).wait()
     return (
-        int(local.sequences[0][0].num_tokens),
+        int(local.sequences[0].num_tokens),
         torch.equal(local.vector, before),
         counts.num_tokens,
     )
@@ -148,7 +148,7 @@ def test_reduction_leaves_local_counts_alone(rank_pool):
 
 
 def _count_2_to_the_30():
-    local = count_local([[Sequences.of(torch.ones(1, 1))]])
+    local = count_local([Sequences.of(torch.ones(1, 1))])
     local.vector[local.vector.tolist().index(1, 7)] = 2**30  # num_tokens, the first count
     return int(start_reduction(local, data_parallel_groups()).wait().num_tokens)
 

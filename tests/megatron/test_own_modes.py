@@ -11,7 +11,8 @@ import pytest
 from pairs import all_pairs
 
 from megatron_lossagg import register_mode
-from megatron_lossagg.modes import _MODES, get_mode
+from megatron_lossagg.mode_registry import _MODES
+from megatron_lossagg.modes import get_mode
 from megatron_lossagg.testing import Layout, RankFailure, TinyGPT, relative_error
 from megatron_lossagg.testing.aggregator_plan import AggregatorPlan
 from megatron_lossagg.testing.verification import (

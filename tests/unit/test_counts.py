@@ -58,7 +58,9 @@ def test_padding_rows_count_nowhere(sample_dtype):
 @pytest.mark.parametrize("num_microbatches", [1, 2, 200])
 def test_vector_length_is_constant(num_microbatches):
     """What is reduced has 32 entries whatever the number and shape of microbatches."""
-    local = count_local([[Sequences.of(torch.ones(3, 5)) for _ in range(num_microbatches)]])
+    local = count_local(
+        [Sequences.of_fields([(torch.ones(3, 5), None, None, None)] * num_microbatches)]
+    )
     assert VECTOR_LENGTH == 32
     assert local.vector.shape == (32,) and local.vector.dtype == torch.int64
 

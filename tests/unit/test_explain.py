@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatron_lossagg import GlobalCounts, modes, token_weights
+from megatron_lossagg import GlobalCounts, mode_registry, modes, token_weights
 from megatron_lossagg.explain.buckets import length_buckets, reward_buckets, shortest_and_longest
 from megatron_lossagg.explain.explanation import Explanation
 from megatron_lossagg.explain.mode_weights import mode_labels
@@ -142,12 +142,12 @@ def test_families_differ_in_scale_alone():
 def test_a_registered_mode(monkeypatch):
     """It is shown with its own weights, and refused where they cannot be shared out."""
     own = modes.AggregationMode("own", lambda n_s, c: 1 / n_s.sqrt())  # inf where n_s = 0
-    monkeypatch.setitem(modes._MODES, "own", own)
+    monkeypatch.setitem(mode_registry._MODES, "own", own)
     mode = by_label(explanation_of([(4, None, None), (0, None, None), (9, None, None)]))["own"]
     assert mode.shares.tolist() == pytest.approx([2 / 5, 0, 3 / 5], rel=1e-14)
     print_explanation(explanation_of(ROWS), Console(quiet=True))
     zero = modes.AggregationMode("own", lambda n_s, c: n_s * 0)
-    monkeypatch.setitem(modes._MODES, "own", zero)
+    monkeypatch.setitem(mode_registry._MODES, "own", zero)
     with pytest.raises(ValueError, match="the weights of own sum to 0.0, which cannot be shared"):
         explanation_of(ROWS)
 

@@ -1,0 +1,113 @@
+"""Reading masks: how many tokens of each row count, and whether a value is neither 0 nor 1.
+
+Masks of one width are read together: a call per mask would cost more than the reading.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Values read together: few enough to stay in a cache between passes.
+_MAX_VALUES = 2**18
+# A sum of ones in float32 is exact up to here.
+_MAX_WIDTH_IN_FLOAT32 = 2**24
+# On the CPU the buffer of `_MAX_VALUES` is kept: a fresh one may cost more than what is done to it.
+_KEPT = threading.local()
+
+
+def checked_mask(loss_mask: Any) -> Tensor:
+    """The mask outside of any graph; raises unless it is a tensor [b, s]. Looks at no value."""
+    if not isinstance(loss_mask, Tensor):
+        raise TypeError(f"loss_mask must be a tensor, got {type(loss_mask).__name__}.")
+    if loss_mask.dim() != 2:
+        raise ValueError(
+            "loss_mask must have shape [b, s], one sequence per row, or [1, t] with cu_seqlens; "
+            f"got {tuple(loss_mask.shape)}."
+        )
+    return loss_mask.detach() if loss_mask.requires_grad else loss_mask
+
+
+def count_rows(masks: Sequence[Tensor]) -> tuple[Tensor, Tensor | int]:
+    """How many values of each row are 1, and how many of all values are neither 0 nor 1.
+
+    Args:
+        masks: [b, s] each, of any dtype and shape; on one device.
+
+    Returns:
+        (int64 [number of rows of all masks], int64 []: 0 on the CPU, where such a mask raises.)
+    """
+    num_tokens: list[Tensor] = []
+    num_bad: Tensor | int = 0
+    for together in _of_one_width(masks):
+        values = _copied_as_floats(together)
+        is_wide = values.shape[1] > _MAX_WIDTH_IN_FLOAT32
+        num_tokens.append(values.sum(dim=1, dtype=torch.float64 if is_wide else None))
+        if together[0].dtype == torch.bool:
+            continue
+        # x - x^2 is 0 for 0 and 1 alone.
+        deviation = values.addcmul_(values, values, value=-1)
+        if deviation.device.type != "cpu":
+            num_bad = num_bad + (deviation != 0).sum()
+        elif deviation.numel() > 0 and any(float(end) != 0 for end in deviation.aminmax()):
+            _raise_bad_values(together)
+    return torch.cat(num_tokens).long(), num_bad
+
+
+def as_numbers(mask: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A mask as 0 and 1 of a dtype on a device, without waiting; the mask itself if it is that."""
+    # On the CPU a conversion of bytes is several times as fast as one of bools.
+    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    return mask.to(device, dtype, non_blocking=True)
+
+
+def _copied_as_floats(masks: list[Tensor]) -> Tensor:
+    """The rows of all masks in at least float32, in which no other value becomes a 0 or 1."""
+    dtype, device = torch.promote_types(masks[0].dtype, torch.float32), masks[0].device
+    shape = (sum(mask.shape[0] for mask in masks), masks[0].shape[1])
+    copy = _buffer(shape, dtype, device)
+    if masks[0].dtype == dtype:
+        return torch.cat(masks, out=copy)
+    return copy.copy_(as_numbers(torch.cat(masks), dtype, device))
+
+
+def _buffer(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    size = shape[0] * shape[1]
+    if device.type != "cpu" or size > _MAX_VALUES:
+        return torch.empty(shape, dtype=dtype, device=device)
+    kept = _KEPT.__dict__.get(str(dtype))
+    if kept is None:
+        with torch.inference_mode(False):  # one made in that mode could not be used outside of it
+            kept = torch.empty(_MAX_VALUES, dtype=dtype)
+        setattr(_KEPT, str(dtype), kept)
+    return kept[:size].view(shape)
+
+
+def _of_one_width(masks: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of the same width and dtype, up to `_MAX_VALUES` values at a time."""
+    together: list[Tensor] = []
+    kind, num_values = None, 0
+    for mask in masks:
+        own_kind = (mask.shape[1], mask.dtype)
+        num_values += mask.numel()
+        if together and (own_kind != kind or num_values > _MAX_VALUES):
+            yield together
+            together, num_values = [], mask.numel()
+        together.append(mask)
+        kind = own_kind
+    yield together
+
+
+def _raise_bad_values(masks: Sequence[Tensor]) -> None:
+    for mask in masks:
+        wrong = mask[(mask != 0) & (mask != 1)]
+        if wrong.numel() > 0:
+            raise ValueError(
+                f"loss_mask may hold only 0 and 1, got {wrong.numel()} other values such as "
+                f"{wrong[0].item()}. Put per-token weights into the loss, not into the mask: the "
+                "mask is what is counted."
+            )
