@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_lossagg.loss import where_nonzero
 from megatron_lossagg.modes import (
     check_loss_scale_factor,
     check_norm_semantics,
@@ -83,35 +84,54 @@ def agg_loss(
     if not loss_mat.is_floating_point():
         raise TypeError(f"agg_loss expects floating-point losses, got {loss_mat.dtype}.")
 
-    valid = loss_mask != 0
-    losses = torch.where(valid, loss_mat, 0).to(torch.promote_types(loss_mat.dtype, torch.float32))
+    dtype = torch.promote_types(loss_mat.dtype, torch.float32)
+    # Floating point of at least the mask's own precision: what is not 0 stays not 0.
+    mask = loss_mask.detach().to(
+        torch.promote_types(dtype, loss_mask.dtype) if loss_mask.is_floating_point() else dtype
+    )
+    losses = where_nonzero(loss_mat.to(mask.dtype), mask)
 
     if loss_agg_mode == "token-sum":
-        return losses.sum() * dp_size
+        return losses.sum().to(dtype) * dp_size
     if loss_agg_mode == "token-mean":
-        num_tokens = valid.sum() if batch_num_tokens is None else batch_num_tokens
-        return _divide(losses.sum(), num_tokens, valid) * dp_size
-
-    num_tokens_of_rows = valid.sum(dim=-1)
-    if global_batch_size is None:
-        num_seqs: int | float | Tensor = (num_tokens_of_rows > 0).sum()
-    else:
-        num_seqs = global_batch_size
-
+        return _divide(losses.sum().to(dtype), batch_num_tokens, mask) * dp_size
     if loss_agg_mode == "seq-mean-token-sum":
-        return _divide(losses.sum(), num_seqs, valid) * dp_size
+        return _divide_by_sequences(losses.sum().to(dtype), global_batch_size, mask) * dp_size
     if loss_agg_mode == "seq-mean-token-mean":
-        means = losses.sum(dim=-1) / num_tokens_of_rows.clamp(min=1)
-        return _divide(means.sum(), num_seqs, valid) * dp_size
+        num_tokens = _num_tokens_of_rows(mask)
+        total = (losses.sum(dim=-1) / num_tokens.clamp(min=1)).sum().to(dtype)
+        if global_batch_size is None:
+            global_batch_size = (num_tokens > 0).sum()
+        return _divide(total, global_batch_size, mask) * dp_size
 
     width = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
     check_loss_scale_factor(width)
+    total = losses.sum().to(dtype)
     if norm_semantics == "sum":
-        return losses.sum() / width
-    return _divide(losses.sum(), num_seqs, valid) / width * dp_size
+        return total / width
+    return _divide_by_sequences(total, global_batch_size, mask) / width * dp_size
 
 
-def _divide(total: Tensor, count: int | float | Tensor, valid: Tensor) -> Tensor:
-    """Total / count; exactly 0 where both are empty, inf where only the count claims to be."""
-    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
-    return total / torch.where((count == 0) & ~valid.any(), 1, count)
+def _num_tokens_of_rows(mask: Tensor) -> Tensor:
+    """Valid tokens of every row, exact up to the integers of the mask's dtype."""
+    return where_nonzero(torch.ones_like(mask), mask).sum(dim=-1)
+
+
+def _divide_by_sequences(total: Tensor, count: int | float | Tensor | None, mask: Tensor) -> Tensor:
+    if count is None:
+        count = (_num_tokens_of_rows(mask) > 0).sum()
+    return _divide(total, count, mask)
+
+
+def _divide(total: Tensor, count: int | float | Tensor | None, mask: Tensor) -> Tensor:
+    """Total / count, by default the valid tokens.
+
+    Exactly 0 where both are empty, inf where only the count claims to be.
+    """
+    if isinstance(count, int | float) and count != 0:
+        return total / count
+    valid = _num_tokens_of_rows(mask).sum(dtype=torch.float64)
+    count = torch.as_tensor(
+        valid if count is None else count, dtype=total.dtype, device=mask.device
+    )
+    return total / torch.where((count == 0) & (valid == 0), 1, count)

@@ -11,26 +11,66 @@ from torch import Tensor
 from megatron_lossagg.errors import LossAggError, keys_or_type
 
 
-def masked_weighted_sum(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def where_nonzero(values: Tensor, weights: Tensor) -> Tensor:
+    """`values` where `weights` is not 0, exactly 0 elsewhere, whatever the values are there.
+
+    Neither communicates nor syncs. Its gradient is 0 where the value is.
+
+    Args:
+        values: floating point.
+        weights: of the same shape, dtype and device.
+    """
+    if torch.compiler.is_compiling():  # fused with what surrounds it, in any form
+        return torch.where(weights != 0, values, torch.zeros_like(values))
+    # The backward of hardshrink(x, 0) is this selection, and the only one that is vectorised on a
+    # CPU: a comparison that gives a bool, or `where` with a scalar, takes several times as long.
+    return torch.ops.aten.hardshrink_backward(values, weights, 0)
+
+
+def masked_weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     """S = sum of w * l over positions with w != 0. Does not communicate and does not sync.
 
     Positions with weight 0 are removed by selection, so a NaN or inf there changes neither the
     value nor the gradient, while a NaN that counts still shows. The gradient with respect to
-    `losses` is `weights`.
+    `losses` is `weights` times that of S. Weights are constants: no gradient reaches them.
 
     Args:
         losses: [b, s], floating point.
         weights: [b, s], floating point.
 
     Returns:
-        (S, shape [], in at least float32; which positions count, bool [b, s]).
+        S, shape [], in at least float32.
     """
-    counts = weights != 0
+    weights = weights.detach()
+    if torch.compiler.is_compiling():
+        return _selected_product(losses, weights).sum()
+    total: Tensor = _MaskedWeightedSum.apply(losses, weights)
+    return total
+
+
+def _selected_product(losses: Tensor, weights: Tensor) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(losses.dtype, weights.dtype), torch.float32)
-    selected = torch.where(
-        counts, losses, torch.zeros((), dtype=losses.dtype, device=losses.device)
-    )
-    return (selected.to(dtype) * weights.to(dtype)).sum(), counts
+    weights = weights.to(dtype)
+    return where_nonzero(losses.to(dtype), weights) * weights
+
+
+class _MaskedWeightedSum(torch.autograd.Function):
+    """Keeps the weights alone, and writes the gradient in one pass."""
+
+    # Without `setup_context`, which costs more than the sum of a small microbatch. Transforms of
+    # torch.func need it and say so.
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, weights: Tensor) -> Tensor:
+        """See `masked_weighted_sum`."""
+        ctx.save_for_backward(weights)
+        ctx.dtype = losses.dtype
+        return _selected_product(losses, weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Times the weights, which are 0 where the loss does not count."""
+        [weights] = ctx.saved_tensors
+        return (gradient * weights).to(ctx.dtype), None
 
 
 def weights_of(microbatch: Mapping[str, Any], weights_key: str) -> Tensor:

@@ -157,15 +157,14 @@ class Objective:
             term_weights = weights_by[term_weighting]
             losses, values = _losses_and_metrics(term, output, microbatch)
             check_token_losses(losses, term_weights, where=f" of term {term.name!r}")
-            partial_sum, is_counted = masked_weighted_sum(losses, term_weights)
-            partial_sums.append(partial_sum)
+            partial_sums.append(masked_weighted_sum(losses, term_weights))
             for name, value in values.items():
                 check_token_losses(value, term_weights, where=f" as metric {name!r}")
                 metric, value = metrics[name], value.detach()
                 if metric.weighting is None:
-                    extremes[name] = _extreme(value, is_counted, metric.normaliser)
+                    extremes[name] = _extreme(value, term_weights, metric.normaliser)
                 else:
-                    metric_sums[name], _ = masked_weighted_sum(value, weights_by[metric.weighting])
+                    metric_sums[name] = masked_weighted_sum(value, weights_by[metric.weighting])
         total = _weighted_total(partial_sums, coefficients)
         reported = [total, *(partial_sums if self._report_terms else [])]
         reported += [metric_sums[m.name] for m in self.sums]
@@ -208,11 +207,11 @@ def _weighted_total(partial_sums: Sequence[Tensor], coefficients: Sequence[float
     return total
 
 
-def _extreme(value: Tensor, is_counted: Tensor, normaliser: str) -> Tensor:
+def _extreme(value: Tensor, weights: Tensor, normaliser: str) -> Tensor:
     """The largest counted value, or minus the smallest; -inf if none counts."""
     signed = value if normaliser == "max" else -value
     lowest = torch.full((), -float("inf"), dtype=signed.dtype, device=signed.device)
-    return torch.where(is_counted, signed, lowest).max()
+    return torch.where(weights != 0, signed, lowest).max()
 
 
 def _check_distinct(names: Sequence[str]) -> None:
