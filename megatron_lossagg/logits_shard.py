@@ -6,7 +6,7 @@ Throughout, z = logits / temperature.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,15 +86,11 @@ class LogitsShard:
             backward=backward,
         )
 
-    def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Which of the b * s tokens a chunk has, and a view of their logits, [n, vocab / TP]."""
+    def chunks(self, logits: Tensor) -> tuple[Tensor, ...]:
+        """Views of the logits of all b * s tokens in their order, [n, vocab / TP] each."""
         # Rows that cannot be joined without a copy, such as logits[:, :-1], are read one by one.
         rows = [logits.view(-1, logits.shape[-1])] if logits.is_contiguous() else logits
-        first = 0
-        for row in rows:
-            for chunk in row.split(self.chunk_size):
-                yield slice(first, first + len(chunk)), chunk
-                first += len(chunk)
+        return tuple(chunk for row in rows for chunk in row.split(self.chunk_size))
 
     def buffer(self, logits: Tensor) -> Tensor:
         """Room for one chunk in `dtype`."""
@@ -153,6 +149,20 @@ def check_tokens(logits: Tensor, labels: Any, loss_mask: Any, vocab_size: int) -
                 "where labels only fill up, and check that tp_group is the one of the logits."
             )
     return valid
+
+
+def split_like(tokens: Tensor, chunks: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The parts of a tensor of b * s tokens that belong to the chunks: views."""
+    return tokens.split([len(chunk) for chunk in chunks])
+
+
+def bits_to_keep(is_kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """Integers as wide as `dtype`: all bits where kept, else none.
+
+    A bitwise "and" with them selects, NaN or not. `masked_fill_` and `where` do the same, but on the
+    CPU, broadcast over the vocabulary, take nearly as long as exp.
+    """
+    return -is_kept.to(torch.int64 if dtype.itemsize == 8 else torch.int32)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
