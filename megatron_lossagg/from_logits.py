@@ -162,8 +162,9 @@ class _FromLogits(torch.autograd.Function):
             torch.softmax(z, dim=-1, out=p)
             torch.amax(p, dim=-1, keepdim=True, out=chunk_max_p)
             if other is not None:
-                shifted = _shifted(z, chunk_max, other)
-                torch.sum(shifted.mul_(p), dim=-1, keepdim=True, out=chunk_mean)
+                shifted = torch.sub(z, chunk_max, out=other[: len(z)])
+                # 0 * -inf counts 0. A NaN of the logits is in the maximum, too, and shows.
+                torch.nansum(shifted.mul_(p), dim=-1, keepdim=True, out=chunk_mean)
         # A part of nothing but -inf has the softmax NaN; a sampler's mask does that to most parts.
         is_empty = local_max == -torch.inf
         global_max = local_max.clone()
@@ -172,7 +173,7 @@ class _FromLogits(torch.autograd.Function):
         offset = (local_max - global_max).masked_fill(is_empty, 0)
         summands = [target.masked_fill(~inside, 0), sum_exp]
         if with_entropy:
-            summands.append(sum_exp * (mean.masked_fill(is_empty, 0) + offset))
+            summands.append(sum_exp * (mean + offset))
         sums = torch.stack(summands)
         groups.all_reduce_sum(sums, shard.group)
         log_sum_exp = sums[1].log()
@@ -238,7 +239,8 @@ class _FromLogits(torch.autograd.Function):
             if other is None:
                 grad.mul_(factor_p)
             else:
-                shifted = _shifted(z, chunk_max, other)
+                # Finite, so that exp(-inf) * -inf is 0, as exp is below -1e4.
+                shifted = torch.sub(z, chunk_max, out=other[: len(z)]).clamp_(min=-1e4)
                 grad.mul_(shifted.mul_(factor_shifted).add_(factor_p))
             if selects:
                 grad.view(bits.dtype).bitwise_and_(bits)
@@ -261,8 +263,3 @@ class _FromLogits(torch.autograd.Function):
 
 def _empty_contiguous(logits: Tensor) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def _shifted(z: Tensor, local_max: Tensor, out: Tensor) -> Tensor:
-    """The difference z - max z, finite, so that exp(-inf) * -inf is 0: exp is, below -1e4."""
-    return torch.sub(z, local_max, out=out[: len(z)]).clamp_(min=-1e4)

@@ -159,8 +159,8 @@ def split_like(tokens: Tensor, chunks: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def bits_to_keep(is_kept: Tensor, dtype: torch.dtype) -> Tensor:
     """Integers as wide as `dtype`: all bits where kept, else none.
 
-    A bitwise "and" with them selects, NaN or not. `masked_fill_` and `where` do the same, but on the
-    CPU, broadcast over the vocabulary, take nearly as long as exp.
+    A bitwise "and" with them selects, NaN or not. So do `masked_fill_` and `where`, but broadcast
+    over the vocabulary those take nearly as long as exp on the CPU.
     """
     return -is_kept.to(torch.int64 if dtype.itemsize == 8 else torch.int32)
 
@@ -170,8 +170,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _default_chunk_size(logits: Tensor) -> int:
-    if logits.device.type == "cpu":
-        return 32  # stays in the cache
     tokens = logits.shape[0] * logits.shape[1]
-    two_chunks_per_token = 2 * _wide(logits.dtype).itemsize
-    return max(64, min(1024, tokens * logits.dtype.itemsize // (16 * two_chunks_per_token)))
+    bytes_per_token = logits.shape[-1] * _wide(logits.dtype).itemsize
+    # So many that two chunks take a sixteenth of the logits' memory, within limits.
+    size = tokens * logits.shape[-1] * logits.dtype.itemsize // (16 * 2 * bytes_per_token)
+    if logits.device.type != "cpu":
+        return max(64, min(1024, size))
+    in_cache = max(8, 2**22 // bytes_per_token)
+    return min(in_cache, max(32, size))
