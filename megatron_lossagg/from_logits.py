@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lossagg import groups
-from megatron_lossagg.logits_shard import LogitsShard, check_tokens
+from megatron_lossagg.logits_shard import LogitsShard, bits_to_keep, check_tokens, split_like
 
 
 def log_probs_from_logits(
@@ -141,22 +141,30 @@ class _FromLogits(torch.autograd.Function):
         labels = labels.reshape(-1).long()
         inside = (labels >= shard.first) & (labels < shard.end)
         column = (labels - shard.first).where(inside, 0)
-        local_max = shard.per_token(logits.amax(dim=-1))
         target = shard.per_token(logits.gather(-1, column.view(*logits.shape[:-1], 1)))
-        max_p, mean = torch.empty_like(local_max), torch.empty_like(local_max)
+        local_max, max_p, mean = target.new_empty((3, len(target)))
         copy, other = shard.buffers(logits, with_entropy)
         kept = None
         if shard.backward == "keep-softmax" and logits.dtype == shard.dtype:
             kept = _empty_contiguous(logits) if ctx.needs_input_grad[0] else None
-        softmax = shard.buffer(logits) if kept is None else kept.view(-1, logits.shape[-1])
-        for tokens, chunk in shard.chunks(logits):
+        chunks = shard.chunks(logits)
+        if kept is None:
+            softmax = shard.buffer(logits)
+            softmaxes = tuple(softmax[: len(chunk)] for chunk in chunks)
+        else:
+            softmaxes = split_like(kept.view(-1, logits.shape[-1]), chunks)
+        per_token = (split_like(x.unsqueeze(-1), chunks) for x in (local_max, max_p, mean))
+        for chunk, p, chunk_max, chunk_max_p, chunk_mean in zip(
+            chunks, softmaxes, *per_token, strict=True
+        ):
             z = shard.scaled(chunk, copy)
-            p = softmax[: len(z)] if kept is None else softmax[tokens]
+            torch.amax(z, dim=-1, keepdim=True, out=chunk_max)
             torch.softmax(z, dim=-1, out=p)
-            torch.amax(p, dim=-1, out=max_p[tokens])
+            torch.amax(p, dim=-1, keepdim=True, out=chunk_max_p)
             if other is not None:
-                shifted = _shifted(z, local_max[tokens], other)
-                torch.sum(shifted.mul_(p), dim=-1, out=mean[tokens])
+                shifted = torch.sub(z, chunk_max, out=other[: len(z)])
+                # 0 * -inf counts 0. A NaN of the logits is in the maximum, too, and shows.
+                torch.nansum(shifted.mul_(p), dim=-1, keepdim=True, out=chunk_mean)
         # A part of nothing but -inf has the softmax NaN; a sampler's mask does that to most parts.
         is_empty = local_max == -torch.inf
         global_max = local_max.clone()
@@ -165,7 +173,7 @@ class _FromLogits(torch.autograd.Function):
         offset = (local_max - global_max).masked_fill(is_empty, 0)
         summands = [target.masked_fill(~inside, 0), sum_exp]
         if with_entropy:
-            summands.append(sum_exp * (mean.masked_fill(is_empty, 0) + offset))
+            summands.append(sum_exp * (mean + offset))
         sums = torch.stack(summands)
         groups.all_reduce_sum(sums, shard.group)
         log_sum_exp = sums[1].log()
@@ -204,32 +212,38 @@ class _FromLogits(torch.autograd.Function):
         of_p = -share * (grad_log_probs + grad_entropy * offset)
         of_shifted = -share * grad_entropy
         overwrites = shard.backward == "overwrite-logits"
-        grad_logits = logits.detach() if overwrites else kept
-        if grad_logits is None:
-            grad_logits = _empty_contiguous(logits)
-        flat_grad = None if overwrites else grad_logits.view(-1, logits.shape[-1])
-        no_grad = is_empty if shard.vocab_size > logits.shape[-1] else None
-        if valid is not None:
-            no_grad = is_empty | ~valid.reshape(-1)
+        chunks = shard.chunks(logits)
+        grad_logits, grad_chunks = logits.detach(), chunks
+        if not overwrites:
+            grad_logits = _empty_contiguous(logits) if kept is None else kept
+            grad_chunks = split_like(grad_logits.view(-1, logits.shape[-1]), chunks)
+        no_grad = is_empty if valid is None else is_empty | ~valid.reshape(-1)
         copy, other = shard.buffers(logits, has_entropy)
         # Straight into the gradient, if it has the dtype, and if it is not what is read.
         softmax = None
         if overwrites or logits.dtype != shard.dtype:
             softmax = shard.buffer(logits)
-        for tokens, chunk in shard.chunks(logits):
-            grad_chunk = chunk if flat_grad is None else flat_grad[tokens]
+        selects = valid is not None or shard.vocab_size > logits.shape[-1]
+        per_token = (
+            split_like(x.unsqueeze(-1), chunks)
+            for x in (local_max, of_p, of_shifted, bits_to_keep(~no_grad, shard.dtype))
+        )
+        for chunk, grad_chunk, chunk_max, factor_p, factor_shifted, bits in zip(
+            chunks, grad_chunks, *per_token, strict=True
+        ):
             grad = grad_chunk if softmax is None else softmax[: len(chunk)]
             if kept is None or has_entropy:
                 z = shard.scaled(chunk, copy)
             if kept is None:
                 torch.softmax(z, dim=-1, out=grad)
             if other is None:
-                grad.mul_(of_p[tokens, None])
+                grad.mul_(factor_p)
             else:
-                factor = _shifted(z, local_max[tokens], other)
-                grad.mul_(factor.mul_(of_shifted[tokens, None]).add_(of_p[tokens, None]))
-            if no_grad is not None:
-                grad.masked_fill_(no_grad[tokens, None], 0)
+                # Finite, so that exp(-inf) * -inf is 0, as exp is below -1e4.
+                shifted = torch.sub(z, chunk_max, out=other[: len(z)]).clamp_(min=-1e4)
+                grad.mul_(shifted.mul_(factor_shifted).add_(factor_p))
+            if selects:
+                grad.view(bits.dtype).bitwise_and_(bits)
             if softmax is not None:
                 grad_chunk.copy_(grad)
         # At the label 1 - q, where q is near 1, wants expm1, and no rounding in between.
@@ -249,9 +263,3 @@ class _FromLogits(torch.autograd.Function):
 
 def _empty_contiguous(logits: Tensor) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def _shifted(z: Tensor, local_max: Tensor, out: Tensor) -> Tensor:
-    """The difference z - max z, finite, so that exp(-inf) * -inf is 0: exp is, below -1e4."""
-    shifted = torch.sub(z, local_max[:, None], out=out[: len(z)])
-    return shifted.clamp_(min=-1e4)

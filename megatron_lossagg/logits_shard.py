@@ -6,7 +6,7 @@ Throughout, z = logits / temperature.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,15 +86,11 @@ class LogitsShard:
             backward=backward,
         )
 
-    def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Which of the b * s tokens a chunk has, and a view of their logits, [n, vocab / TP]."""
+    def chunks(self, logits: Tensor) -> tuple[Tensor, ...]:
+        """Views of the logits of all b * s tokens in their order, [n, vocab / TP] each."""
         # Rows that cannot be joined without a copy, such as logits[:, :-1], are read one by one.
         rows = [logits.view(-1, logits.shape[-1])] if logits.is_contiguous() else logits
-        first = 0
-        for row in rows:
-            for chunk in row.split(self.chunk_size):
-                yield slice(first, first + len(chunk)), chunk
-                first += len(chunk)
+        return tuple(chunk for row in rows for chunk in row.split(self.chunk_size))
 
     def buffer(self, logits: Tensor) -> Tensor:
         """Room for one chunk in `dtype`."""
@@ -155,13 +151,30 @@ def check_tokens(logits: Tensor, labels: Any, loss_mask: Any, vocab_size: int) -
     return valid
 
 
+def split_like(tokens: Tensor, chunks: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The parts of a tensor of b * s tokens that belong to the chunks: views."""
+    return tokens.split([len(chunk) for chunk in chunks])
+
+
+def bits_to_keep(is_kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """Integers as wide as `dtype`: all bits where kept, else none.
+
+    A bitwise "and" with them selects, NaN or not. So do `masked_fill_` and `where`, but broadcast
+    over the vocabulary those take nearly as long as exp on the CPU.
+    """
+    return -is_kept.to(torch.int64 if dtype.itemsize == 8 else torch.int32)
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
 def _default_chunk_size(logits: Tensor) -> int:
-    if logits.device.type == "cpu":
-        return 32  # stays in the cache
     tokens = logits.shape[0] * logits.shape[1]
-    two_chunks_per_token = 2 * _wide(logits.dtype).itemsize
-    return max(64, min(1024, tokens * logits.dtype.itemsize // (16 * two_chunks_per_token)))
+    bytes_per_token = logits.shape[-1] * _wide(logits.dtype).itemsize
+    # So many that two chunks take a sixteenth of the logits' memory, within limits.
+    size = tokens * logits.shape[-1] * logits.dtype.itemsize // (16 * 2 * bytes_per_token)
+    if logits.device.type != "cpu":
+        return max(64, min(1024, size))
+    in_cache = max(8, 2**22 // bytes_per_token)
+    return min(in_cache, max(32, size))
