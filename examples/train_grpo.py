@@ -28,29 +28,34 @@ def main() -> int:
         help="train in each of four aggregation modes, and draw them side by side",
     )
     parser.add_argument(
-        "--num-seeds", type=int, default=3, metavar="N", help="of --compare: runs per mode"
+        "--num-seeds", type=int, metavar="N", help="of --compare: runs per mode (default: 3)"
     )
     arguments = parser.parse_args()
 
-    from grpo.comparison import run_comparison
+    from grpo.comparison import MODE_OPTIONS, run_comparison
     from grpo.config import GrpoConfig
     from grpo.config_file import load_config
     from grpo.jobs import run_online
     from grpo.run_folder import open_comparison_folder
 
     def load() -> GrpoConfig:
-        if arguments.num_seeds < 1:
-            raise ValueError(f"--num-seeds {arguments.num_seeds} must be at least 1.")
         suffix = "_compare" if arguments.compare else ""
         file = cli.config_file_of(arguments, suffix)
-        config = load_config(GrpoConfig, file, cli.overrides_of(arguments))
+        overrides = cli.overrides_of(arguments)
+        useless = [option for option in MODE_OPTIONS if option in overrides]
+        if arguments.compare and useless:
+            raise ValueError(f"--compare sets {', '.join(useless)}: leave it to that.")
+        config = load_config(GrpoConfig, file, overrides)
         return replace(config, name=config.name.removesuffix(suffix) + suffix)
 
     if arguments.compare:
-        job = partial(run_comparison, num_seeds=arguments.num_seeds)
-        open_folder = open_comparison_folder
         return cli.run_command(
-            load, job, arguments.out, resume=arguments.resume, open_folder=open_folder
+            load,
+            run_comparison,
+            arguments.out,
+            resume=arguments.resume,
+            open_folder=partial(open_comparison_folder, num_seeds=arguments.num_seeds),
+            subject="the policy loss in four modes",
         )
     return cli.run_command(load, run_online, arguments.out, resume=arguments.resume)
 

@@ -87,6 +87,12 @@ class LossAggConfig:
                 "LossAggConfig needs 'loss_agg_mode', for example 'token-mean', or 'terms'."
             )
         object.__setattr__(self, "terms", tuple(map(TermConfig.of, self.terms)))
+        defaults = {"loss_scale_factor": None, "norm_semantics": "sum", "sequence_count": "valid"}
+        given = [name for name, value in defaults.items() if getattr(self, name) != value]
+        if self.terms and given:
+            raise ValueError(
+                f"{', '.join(given)} cannot be given beside terms: each term has its own."
+            )
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> LossAggConfig:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +20,8 @@ class TermConfig:
     name: str
     loss_agg_mode: str
     coefficient: float | Mapping[str, float] = 1.0
-    """A number, or a linear schedule {start, end, iterations}, constant after that many."""
+    """A number, or a linear schedule {start, end, iterations}: `start` at iteration 0, `end` from
+    iteration `iterations` on."""
 
     mask_key: str = "loss_mask"
     loss_scale_factor: float | None = None
@@ -27,7 +30,11 @@ class TermConfig:
     metrics: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.with_loss_fn(_no_function)
+        try:
+            self.with_loss_fn(_no_function)
+        except ValueError as error:
+            which = "" if repr(self.name) in str(error) else f"Term {self.name!r}: "
+            raise ValueError(f"{which}{error}") from error
 
     @classmethod
     def of(cls, value: Any) -> TermConfig:
@@ -87,6 +94,10 @@ class LinearCoefficient:
                 f"coefficient: iterations must be an int of at least 1, got "
                 f"{value['iterations']!r}."
             )
+        for name in ("start", "end"):
+            number = value[name]
+            if isinstance(number, bool) or not isinstance(number, Real) or not isfinite(number):
+                raise ValueError(f"coefficient: {name} must be a finite number, got {number!r}.")
         return cls(value["start"], value["end"], value["iterations"])
 
     def __call__(self, iteration: int) -> float:

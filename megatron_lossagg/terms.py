@@ -155,5 +155,5 @@ def _check_coefficient(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(
             f"LossTerm {name!r}: the coefficient must be a finite number, or a function of the "
-            f"iteration that gives one; got {value!r}."
+            f"iteration that gives one (in a file {{start, end, iterations}}); got {value!r}."
         )

@@ -102,7 +102,7 @@ def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options that the command line sets, for `load_config`: from --set, then from flags.
 
     Raises:
-        ValueError: a --set is not OPTION=VALUE.
+        ValueError: a --set is not OPTION=VALUE, or its value is not YAML.
     """
     import yaml
 
@@ -111,7 +111,10 @@ def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
         option, equals, value = setting.partition("=")
         if not equals or not option:
             raise ValueError(f"--set {setting}: expected OPTION=VALUE, such as optimizer.lr=0.001.")
-        overrides[option] = yaml.safe_load(value)
+        try:
+            overrides[option] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {setting}: {value!r} is not YAML ({error}).") from error
     given = {option: getattr(arguments, option) for _, _, option, _ in _FLAGS}
     return overrides | {option: value for option, value in given.items() if value is not None}
 
@@ -123,6 +126,7 @@ def run_command(
     *,
     resume: bool,
     open_folder: Callable[..., Path] | None = None,
+    subject: str | None = None,
 ) -> int:
     """Check what can be checked, start the ranks, and turn what happens into an exit code.
 
@@ -132,6 +136,7 @@ def run_command(
         out: the run's folder, None for one in runs/.
         resume: go on with the run in that folder.
         open_folder: (config, out, resume=) -> the folder; None: `open_run_folder`.
+        subject: what the first line says is done; None: the terms of the objective.
     """
     from grpo.launch import (
         JobFailed,
@@ -152,7 +157,7 @@ def run_command(
             print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     if is_first_process():
-        print(_headline(config, folder), flush=True)
+        print(_headline(config, folder, subject or _objective_text(config)), flush=True)
     try:
         is_stopped = launch(rank_main, config, folder, resume, world_size=world_size, out=folder)
     except JobFailed as failure:
@@ -174,14 +179,18 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def _number_of(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _objective_text(config: TrainingConfig) -> str:
     terms = (f"{term.name} {term.loss_agg_mode}" for term in config.loss_agg.terms)
     return f"terms {', '.join(terms)}"
 
 
-def _headline(config: TrainingConfig, folder: Path) -> str:
+def _headline(config: TrainingConfig, folder: Path, subject: str) -> str:
     layout = config.layout.with_num_microbatches(config.num_microbatches)
     return (
-        f"{config.name}: {config.layout.world_size} ranks ({layout}), {config.sequences_per_step} "
-        f"sequences a step, {_objective_text(config)}, folder {folder}"
+        f"{config.name}: {_number_of(config.layout.world_size, 'rank')} ({layout}), "
+        f"{config.sequences_per_step} sequences a step, {subject}, folder {folder}"
     )

@@ -15,6 +15,7 @@ from grpo.config import GrpoConfig
 from grpo.jobs import GOAL, run_online
 from grpo.loop import CHECKPOINTS
 from grpo.metrics import Metrics, read_metrics
+from grpo.run_folder import note_config, num_seeds_of
 from grpo.terms import POLICY
 
 PICTURE, TABLE = "comparison.png", "comparison.md"
@@ -23,6 +24,13 @@ _NUM_FIRST_STEPS = 30
 
 # Of the policy term. With L = the longest response, the last one is the Dr.GRPO loss.
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+
+# What a comparison sets.
+MODE_OPTIONS = tuple(
+    f"loss_agg.terms.{POLICY}.{name}"
+    for name in ("loss_agg_mode", "loss_scale_factor", "norm_semantics")
+)
 
 
 @dataclass(frozen=True)
@@ -61,11 +69,12 @@ def _in_mode(config: GrpoConfig, mode: str) -> GrpoConfig:
     return dataclasses.replace(config, loss_agg=dataclasses.replace(config.loss_agg, terms=terms))
 
 
-def run_comparison(config: GrpoConfig, out: Path, resume: bool, *, num_seeds: int) -> bool:
+def run_comparison(config: GrpoConfig, out: Path, resume: bool) -> bool:
     """Train in every mode with every seed, on one rank; returns whether it was stopped early.
 
     A run whose folder holds all its steps is left alone, one with some of them goes on.
     """
+    num_seeds = num_seeds_of(out)
     runs = runs_of(config, num_seeds)
     is_first = dist.get_rank() == 0
     for number, run in enumerate(runs, start=1):
@@ -75,9 +84,10 @@ def run_comparison(config: GrpoConfig, out: Path, resume: bool, *, num_seeds: in
             continue
         if is_first:
             print(f"\n[{number}/{len(runs)}] {run.mode}, seed {run.config.seed}", flush=True)
+            note_config(run.config, folder)
         # Nobody may look for a checkpoint while another rank writes one.
         dist.barrier()
-        if run_online(run.config, folder, resume=step is not None, stop_folder=out):
+        if run_online(run.config, folder, resume=step is not None, comparison=out):
             return True
         dist.barrier()
     if is_first:
@@ -96,10 +106,10 @@ def run_comparison(config: GrpoConfig, out: Path, resume: bool, *, num_seeds: in
 
 def _title(config: GrpoConfig, num_seeds: int) -> str:
     layout = config.layout.with_num_microbatches(config.num_microbatches)
-    return (
-        f"GRPO on the task 'count', {layout}: the policy loss in four aggregation modes\n"
-        f"line: mean of {num_seeds} seeds, each smoothed over 9 steps; band: smallest to largest"
-    )
+    lines = "one seed, smoothed over 9 steps"
+    if num_seeds > 1:
+        lines = f"line: mean of {num_seeds} seeds, smoothed over 9 steps; band: smallest to largest"
+    return f"GRPO on the task 'count', {layout}: the policy loss in four aggregation modes\n{lines}"
 
 
 def comparison_table(histories: dict[str, list[list[Metrics]]]) -> str:

@@ -9,10 +9,18 @@ from typing import Any
 from grpo.task import CountTask
 from grpo.terms import KL, POLICY, POLICY_METRICS, TERMS
 from megatron_lossagg import LossAggConfig
+from megatron_lossagg.modes import get_mode
 from megatron_lossagg.testing import Layout
 
 # The field of a microbatch that carries the weights: the one that Megatron-LM scripts broadcast.
 WEIGHTS_KEY = "loss_mask"
+# Options of the aggregator that follow from how this example is written.
+_FIXED = {
+    "denominators": "counted",
+    "masks_are_cp_sliced": False,
+    "cp_gradient": "local",
+    "contract": "detect",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +157,18 @@ class TrainingConfig:
     def _check_terms(self) -> None:
         if not self.loss_agg.terms:  # one mode, or a preset: the policy loss alone
             object.__setattr__(self, "loss_agg", _as_term(self.loss_agg))
+        for name, value in _FIXED.items():
+            if getattr(self.loss_agg, name) != value:
+                raise ValueError(
+                    f"loss_agg.{name}={getattr(self.loss_agg, name)!r} does not work in this "
+                    "example. Leave it out."
+                )
         names = [term.name for term in self.loss_agg.terms]
         unknown = [name for name in names if name not in TERMS]
-        if POLICY not in names or unknown:
+        if POLICY not in names or unknown or len(set(names)) < len(names):
             raise ValueError(
-                f"loss_agg.terms needs one term named {POLICY!r}, and may have "
-                f"{' and '.join(name for name in TERMS if name != POLICY)}; it has "
+                f"loss_agg.terms needs one term named {POLICY!r}, and may have one "
+                f"{' and one '.join(name for name in TERMS if name != POLICY)}; it has "
                 f"{', '.join(names) or 'none'}."
             )
         for term in self.loss_agg.terms:
@@ -162,6 +176,11 @@ class TrainingConfig:
                 raise ValueError(
                     f"loss_agg.terms.{term.name}: metrics and mask_key are this example's own; "
                     "leave them out."
+                )
+            if get_mode(term.loss_agg_mode).needs_units:
+                raise ValueError(
+                    f"loss_agg.terms.{term.name}: {term.loss_agg_mode} counts units, and this "
+                    "example's sequences belong to none. Choose another mode."
                 )
 
     @property

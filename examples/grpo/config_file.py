@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from grpo.config import WEIGHTS_KEY, TrainingConfig
+from grpo.terms import POLICY
 from megatron_lossagg import LossAggConfig
 from megatron_lossagg.presets import preset_options
 
@@ -43,6 +44,10 @@ def load_config(
 def _set(values: dict[str, Any], dotted: str, value: Any, path: str | Path) -> None:
     """Set one option; an entry of a list is addressed by its name, as in loss_agg.terms.kl."""
     *sections, key = dotted.split(".")
+    loss_agg = values.get("loss_agg")
+    if sections == ["loss_agg", "terms", POLICY] and isinstance(loss_agg, dict):
+        if "terms" not in loss_agg:  # one mode, or a preset, is that of the policy term
+            sections = ["loss_agg"]
     target: Any = values
     for section in sections:
         if isinstance(target, list):
@@ -50,14 +55,14 @@ def _set(values: dict[str, Any], dotted: str, value: Any, path: str | Path) -> N
             if section not in names:
                 raise ValueError(
                     f"Cannot set {dotted}: there is no {section} in {path}, only "
-                    f"{', '.join(map(str, names))}."
+                    f"{', '.join(map(str, names))}. Add it to a copy of that file (--config)."
                 )
             target = target[names.index(section)]
             continue
         if section == "terms" and section not in target:
             raise ValueError(
-                f"Cannot set {dotted}: {path} has no terms. Without them the policy loss has the "
-                "options loss_agg.loss_agg_mode, loss_agg.loss_scale_factor, ..."
+                f"Cannot set {dotted}: {path} has no terms, so the policy loss is the only one. "
+                "Write a list under loss_agg.terms in a copy of that file (--config)."
             )
         target = target.setdefault(section, {})
         if not isinstance(target, dict | list):
@@ -70,7 +75,7 @@ def _set(values: dict[str, Any], dotted: str, value: Any, path: str | Path) -> N
 def _build(config_class: Any, values: Any, where: str) -> Any:
     """Build a dataclass from a mapping, checking keys and types; `where` names the section."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where or 'the file'}: expected a mapping, got {values!r}.")
+        raise ValueError(f"{where.rstrip('.') or 'the file'}: expected a mapping, got {values!r}.")
     if config_class is LossAggConfig and "preset" in values:
         options = {key: value for key, value in values.items() if key != "preset"}
         values = preset_options(values["preset"], options)

@@ -14,11 +14,11 @@ _NUM_LAST_STEPS = 10
 
 
 def run_online(
-    config: GrpoConfig, out: Path, resume: bool, *, stop_folder: Path | None = None
+    config: GrpoConfig, out: Path, resume: bool, *, comparison: Path | None = None
 ) -> bool:
     """GRPO on sampled responses, on one rank; returns whether it was stopped early.
 
-    `stop_folder` is where a request to stop is left; None: in `out`.
+    `comparison` is the folder of the comparison that the run is part of.
     """
     _hush()
     from grpo.loop import View, train
@@ -54,7 +54,7 @@ def run_online(
         ),
         summarize=summarize_rewards,
     )
-    return train(config, OnlineBatches(config), view, out, resume=resume, stop_folder=stop_folder)
+    return train(config, OnlineBatches(config), view, out, resume=resume, comparison=comparison)
 
 
 def summarize_rewards(history: Sequence[Metrics]) -> str:
@@ -103,7 +103,7 @@ def run_offline(config: OfflineConfig, out: Path, resume: bool) -> bool:
             Panel(
                 "advantage_gain",
                 "How far better responses became likelier",
-                "advantage x change of log-probability\n(nats per token, on new responses)",
+                "advantage x change of log-probability\n(nats per token, before each update)",
                 lines=(Line(0.0, "starting policy"),),
             ),
             Panel(

@@ -61,11 +61,12 @@ def train(
     out: Path,
     *,
     resume: bool,
-    stop_folder: Path | None = None,
+    comparison: Path | None = None,
 ) -> bool:
     """Train to `config.steps`, or until somebody asks to stop. All ranks call it.
 
-    `stop_folder` is where a request to stop is left; None: in `out`, the run's folder.
+    `comparison` is the folder of the comparison that the run is part of: a request to stop is left
+    there, and not in `out`, the run's own.
 
     Returns:
         Whether the run was stopped before its last step.
@@ -74,7 +75,7 @@ def train(
         config, vocab_size=batches.vocab_size, max_sequence_length=batches.row_width + 1
     )
     last_step = load_checkpoint(out / CHECKPOINTS, trainer) if resume else 0
-    stop = StopRequest(out if stop_folder is None else stop_folder, trainer.device)
+    stop = StopRequest(out if comparison is None else comparison, trainer.device)
     if is_rank_of_torchrun():
         stop.listen_to_signals()
     is_stopped = False
@@ -98,7 +99,10 @@ def train(
                 save_checkpoint(out / CHECKPOINTS, step, trainer)
     save_checkpoint(out / CHECKPOINTS, step, trainer)
     if recorder is not None:
-        recorder.conclude(is_stopped)
+        how = f"--resume --out {out}"
+        recorder.conclude(
+            is_stopped, how if comparison is None else f"--compare --resume --out {comparison}"
+        )
     stop.clear()
     return is_stopped
 
@@ -169,7 +173,7 @@ class _Recorder:
         self._writer.write(metrics)
         self._display.step(metrics)
 
-    def conclude(self, is_stopped: bool) -> None:
+    def conclude(self, is_stopped: bool, how_to_go_on: str) -> None:
         """Draw the picture and say what came out."""
         picture = self._out / PICTURE
         history = self._writer.history
@@ -178,6 +182,6 @@ class _Recorder:
             done = int(history[-1]["step"])
             print(
                 f"Stopped after step {done} of {self._config.steps}; the run is saved. To go on: "
-                f"--resume --out {self._out}"
+                f"{how_to_go_on}"
             )
         print(f"{self._view.summarize(history)} Picture: {picture}", flush=True)

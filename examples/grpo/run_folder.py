@@ -14,7 +14,8 @@ from grpo.loop import CHECKPOINTS
 from grpo.stopping import stop_file
 
 RUNS = Path(__file__).resolve().parents[2] / "runs"
-_CONFIG = "config.yaml"
+_CONFIG, _COMPARISON = "config.yaml", "comparison.yaml"
+DEFAULT_NUM_SEEDS = 3
 # What may change when a run goes on: how long, how it is spread over ranks, where its data lies.
 _MAY_CHANGE = ("name", "steps", "save_every", "micro_batch_size", "layout.", "data.path")
 
@@ -33,37 +34,72 @@ def open_run_folder(config: TrainingConfig, out: Path | None, *, resume: bool) -
         last, next_free = _folders(config.name)
         out = last if resume else next_free
     out = _shown(out)
+    if (out / _COMPARISON).is_file():
+        raise ValueError(f"{out} holds a comparison. Add --compare, or choose another --out.")
     if resume:
         _check_can_go_on(out, config)
     elif latest_step(out / CHECKPOINTS) is not None:
         raise ValueError(
             f"{out} already holds a run. Add --resume to go on with it, or choose another --out."
         )
-    _note(config, out)
+    note_config(config, out)
     return out
 
 
-def open_comparison_folder(config: TrainingConfig, out: Path | None, *, resume: bool) -> Path:
+def open_comparison_folder(
+    config: TrainingConfig, out: Path | None, *, resume: bool, num_seeds: int | None = None
+) -> Path:
     """As `open_run_folder`, for a comparison: its folder holds those of its runs.
 
+    Args:
+        config: of its runs.
+        out: the folder; None: one in runs/.
+        resume: go on with the comparison in it.
+        num_seeds: None: as the comparison was started, or `DEFAULT_NUM_SEEDS`.
+
     Raises:
-        ValueError: another comparison would be mixed with this one; or there is none to resume.
+        ValueError: another run would be mixed with this one; or there is none to resume, or it has
+            more steps or seeds already.
     """
+    if num_seeds is not None and num_seeds < 1:
+        raise ValueError(f"--num-seeds {num_seeds} must be at least 1.")
     if out is None:
         last, next_free = _folders(config.name)
         out = last if resume else next_free
     out = _shown(out)
-    is_used = (out / _CONFIG).is_file()
-    if is_used and not resume:
-        raise ValueError(
-            f"{out} already holds a run. Add --resume to go on with it, or choose another --out."
+    is_comparison = (out / _COMPARISON).is_file()
+    if (out / _CONFIG).is_file() and not (resume and is_comparison):
+        kind, how = (
+            ("comparison", "Add --resume to go on with it, or choose")
+            if is_comparison
+            else ("run without --compare", "Choose")
         )
-    if resume and not is_used:
+        raise ValueError(f"{out} already holds a {kind}. {how} another --out.")
+    if resume and not is_comparison:
         raise ValueError(f"--resume: there is no comparison in {out}. Name its folder with --out.")
+    started_with = num_seeds_of(out) if resume else 0
     if resume:
         _check_same_options(out, config)
-    _note(config, out)
+        steps = [latest_step(folder) or 0 for folder in out.glob(f"*/{CHECKPOINTS}")]
+        if max(steps, default=0) > config.steps:
+            raise ValueError(
+                f"The comparison in {out} has runs of {max(steps)} steps: give --steps {max(steps)}"
+                " or more."
+            )
+        if num_seeds is not None and num_seeds < started_with:
+            raise ValueError(
+                f"The comparison in {out} has {started_with} seeds: give --num-seeds "
+                f"{started_with} or more, or leave it out."
+            )
+    note_config(config, out)
+    number = num_seeds or started_with or DEFAULT_NUM_SEEDS
+    (out / _COMPARISON).write_text(f"num_seeds: {number}\n", encoding="utf-8")
     return out
+
+
+def num_seeds_of(out: Path) -> int:
+    """Of the comparison in folder `out`."""
+    return yaml.safe_load((out / _COMPARISON).read_text(encoding="utf-8"))["num_seeds"]
 
 
 def saved_config(name: str, out: Path | None) -> Path | None:
@@ -72,7 +108,8 @@ def saved_config(name: str, out: Path | None) -> Path | None:
     return path if path.is_file() else None
 
 
-def _note(config: TrainingConfig, out: Path) -> None:
+def note_config(config: TrainingConfig, out: Path) -> None:
+    """Make the folder and write the options of its run into it."""
     out.mkdir(parents=True, exist_ok=True)
     stop_file(out).unlink(missing_ok=True)
     text = yaml.safe_dump(config.to_dict(), sort_keys=False)
@@ -101,6 +138,8 @@ def _check_can_go_on(out: Path, config: TrainingConfig) -> None:
 
 
 def _check_same_options(out: Path, config: TrainingConfig) -> None:
+    if not (out / _CONFIG).is_file():
+        raise ValueError(f"--resume: there is no {_CONFIG} in {out}, so it is no run's folder.")
     before = _flat(yaml.safe_load((out / _CONFIG).read_text(encoding="utf-8")))
     now = _flat(config.to_dict())
     different = [

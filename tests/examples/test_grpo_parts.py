@@ -226,7 +226,11 @@ def test_a_preset_in_the_file(tmp_path):
     spec = LossAggConfig.preset("dr_grpo", loss_scale_factor=10).main_spec
     assert term.with_loss_fn(print).weighting.spec == spec
     with pytest.raises(ValueError, match="mine.yaml has no terms"):
-        load_config(GrpoConfig, path, {f"{POLICY}.loss_agg_mode": "token-mean"})
+        load_config(GrpoConfig, path, {"loss_agg.terms.kl.coefficient": 0.1})
+    path.write_text(text.replace("preset: dr_grpo, ", "loss_agg_mode: token-sum, "))
+    changed = {f"{POLICY}.loss_agg_mode": "token-mean"}
+    assert load_config(GrpoConfig, path, changed).policy_mode == "token-mean"
+    path.write_text(text, encoding="utf-8")
     path.write_text(text.replace("dr_grpo", "bnpo"), encoding="utf-8")
     with pytest.raises(ValueError, match="no objective of the global batch"):
         load_config(GrpoConfig, path)
@@ -295,7 +299,7 @@ def test_flags_override_settings_override_the_file():
         ({"optimizer.lr": "fast"}, "optimizer.lr must be of type float, got 'fast'"),
         ({"optimizer.lrr": 1.0}, "unknown option\\(s\\) optimizer.lrr; known here: lr, "),
         ({"step": 3, "lyout.dp": 3}, "unknown option\\(s\\) step, lyout"),
-        ({"layout": 3}, "layout.: expected a mapping, got 3"),
+        ({"layout": 3}, "layout: expected a mapping, got 3"),
         ({"layout.dp": 3}, "512 sequences do not divide into microbatches of 128 on 3"),
         ({"micro_batch_size": 100}, "512 sequences do not divide into microbatches of 100"),
         ({"layout.dp": 0}, "layout.dp=0 must be greater than 0"),
@@ -306,13 +310,25 @@ def test_flags_override_settings_override_the_file():
         ({f"{POLICY}.loss_agg_mode": "seq-mean-token-sum-norm"}, "needs loss_scale_factor"),
         ({f"{POLICY}.metrics": {"kl": "sum"}}, "metrics and mask_key are this example's own"),
         ({f"{POLICY}.mode": "mean"}, "A term has unknown: mode"),
-        ({"loss_agg.terms.kl2.coefficient": 1.0}, "there is no kl2 .*, only policy, kl, entropy"),
+        (
+            {"loss_agg.terms.kl2.coefficient": 1.0},
+            "there is no kl2 .*, only policy, kl, entropy. Add",
+        ),
         ({"loss_agg.terms.kl": 1.0}, "name the entry of terms and its option"),
         ({"loss_agg.terms": []}, "needs 'loss_agg_mode'.* or 'terms'"),
         (
             {"loss_agg.terms": [{"name": "p", "loss_agg_mode": "token-mean"}]},
-            "needs one term named 'policy', and may have kl and entropy; it has p",
+            "needs one term named 'policy', and may have one kl and one entropy; it has p",
         ),
+        ({"loss_agg.terms.kl.name": "entropy"}, "it has policy, entropy, entropy"),
+        ({"loss_agg.terms.kl.coefficient": math.nan}, "'kl': the coefficient must be a finite"),
+        (
+            {"loss_agg.terms.kl.coefficient": {"start": "a", "end": 0, "iterations": 3}},
+            "'kl': coefficient: start must be a finite number, got 'a'",
+        ),
+        ({f"{POLICY}.loss_agg_mode": "unit-mean-token-mean"}, "counts units, and this example"),
+        ({"loss_agg.denominators": "deferred"}, "denominators='deferred' does not work in this"),
+        ({"loss_agg.sequence_count": "nominal"}, "sequence_count cannot be given beside terms"),
         ({"loss_agg.weights_key": "w"}, "weights_key='w' does not work here"),
         ({"rollout.group_size": 1}, "group_size=1 gives every response the advantage 0"),
         ({"rollout.prompts_per_step": 1, "micro_batch_size": 4}, "no multiple of layout.dp=2"),
