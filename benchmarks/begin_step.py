@@ -93,11 +93,12 @@ def building_weights(arguments: argparse.Namespace) -> list[list[str]]:
         masks = make_masks(arguments.microbatches, arguments.shape, dtype)
         left, right = make_masks(2, arguments.shape, torch.float32)
         plans: list[WeightPlan] = []
+        aggregator = make_aggregator()
 
         def begin(
             plans: list[WeightPlan] = plans,
             masks: list[Tensor] = masks,
-            aggregator: LossAggregator = make_aggregator(),
+            aggregator: LossAggregator = aggregator,
         ) -> None:
             plans[:] = [aggregator.begin_step([{"loss_mask": mask} for mask in masks]).plan]
 

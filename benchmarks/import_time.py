@@ -48,9 +48,7 @@ def main() -> None:
             ]
         )
     header = ["import", "whole interpreter", "its import, after torch", "target"]
-    table = markdown_table(
-        ["import", "whole interpreter", "its import, after torch", "target"], rows
-    )
+    table = markdown_table(header, rows)
     publish(
         "import_time",
         "Import",
