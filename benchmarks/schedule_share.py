@@ -1,0 +1,202 @@
+"""The plugin's share of a schedule step, against a loss of two lines.
+
+python benchmarks/schedule_share.py --write                # PP=2, D=2, M=8 on four gloo ranks
+python benchmarks/schedule_share.py --pairs 20 --hidden 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from common import machine, markdown_table, milliseconds, publish, ratio_interval, ratio_text
+from torch import Tensor
+
+from megatron_lossagg import LossAggregator
+from megatron_lossagg.counts import PendingCounts
+from megatron_lossagg.testing import Layout, RankPool, TinyGPT, build_model_chunks, token_log_probs
+from megatron_lossagg.testing.model_chunks import set_config_hooks
+from megatron_lossagg.testing.parameter_names import unwrap
+
+LAYOUT = Layout(pp=2, dp=2, num_microbatches=8)
+HAND, PLUGIN, CHECKED = "two lines", "plugin", "plugin, validate and report"
+TARGET = 1.03
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a microbatch and of the model."""
+
+    rows: int
+    width: int
+    hidden: int
+    vocab: int
+
+    def gpt(self) -> TinyGPT:
+        return TinyGPT(
+            num_layers=4,
+            hidden_size=self.hidden,
+            vocab_size=self.vocab,
+            max_sequence_length=self.width,
+            dtype=torch.float32,
+            init_std=0.02,
+        )
+
+    def microbatches(self, dp_rank: int) -> list[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(dp_rank)
+        size = (self.rows, self.width)
+        return [
+            {
+                "tokens": torch.randint(self.vocab, size, generator=generator),
+                "labels": torch.randint(self.vocab, size, generator=generator),
+                "position_ids": torch.arange(self.width).repeat(self.rows, 1),
+                "loss_mask": (torch.rand(size, generator=generator) < 0.7).float(),
+            }
+            for _ in range(LAYOUT.num_microbatches)
+        ]
+
+
+def token_losses(logits: Tensor, microbatch: dict[str, Tensor]) -> Tensor:
+    return -token_log_probs(logits, microbatch["labels"])
+
+
+def hand_written(num_tokens: float, microbatch: dict[str, Tensor], logits: Tensor) -> Any:
+    """Two lines; the factor undoes what the schedule and DDP divide by."""
+    loss = (token_losses(logits, microbatch) * microbatch["loss_mask"]).sum() / num_tokens
+    return loss * LAYOUT.num_microbatches * LAYOUT.dp, {"loss": loss.detach().clone()}
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a rank measured: seconds of whole steps by kind; waits for the counts of each step."""
+
+    is_last_stage: bool
+    steps: dict[str, list[float]]
+    waits: list[float]
+    has_ended: list[bool]
+
+
+def time_steps(shape: Shape, num_rounds: int) -> Times:
+    """Every kind of step in every round, and how long a step's first use of the counts waited."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    chunks = build_model_chunks(shape.gpt(), LAYOUT)
+    microbatches = shape.microbatches(parallel_state.get_data_parallel_rank())
+    aggregator = LossAggregator(
+        token_losses, loss_agg_mode="token-mean", model_config=unwrap(chunks[0]).config
+    )
+    num_tokens = sum(m["loss_mask"].sum() for m in microbatches)
+    dist.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())
+
+    def run(data_iterator: Any, loss_func: Any) -> list[Any]:
+        def forward_step(iterator: Any, model: Any) -> Any:
+            microbatch = next(iterator)
+            output = model(microbatch["tokens"], microbatch["position_ids"], None)
+            return output, partial(loss_func, microbatch)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data_iterator,
+            model=chunks,
+            num_microbatches=LAYOUT.num_microbatches,
+            seq_length=shape.width,
+            micro_batch_size=shape.rows,
+            forward_only=False,
+        )
+
+    def step_of(kind: str) -> None:
+        if kind == HAND:
+            run([iter(microbatches)], partial(hand_written, float(num_tokens)))
+            return
+        step = aggregator.begin_step(microbatches)
+        store = run(step.data_iterator(), step.loss_func)
+        if kind == CHECKED:
+            step.validate()
+            step.report(store)
+
+    waits: list[float] = []
+    has_ended: list[bool] = []
+    original_wait = PendingCounts.wait
+
+    def timed_wait(self: PendingCounts, slot: int = 0) -> Any:
+        start = time.perf_counter()
+        for work in self._works:
+            has_ended.append(work.is_completed())
+            work.wait()
+            waits.append(time.perf_counter() - start)
+        return original_wait(self, slot)
+
+    kinds, shuffle = [HAND, PLUGIN, CHECKED], random.Random(0).shuffle
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for index in range(num_rounds + 2):
+        shuffle(kinds)
+        for kind in kinds:
+            set_config_hooks(chunks)
+            chunks[0].zero_grad_buffer()
+            dist.barrier()
+            start = time.perf_counter()
+            with mock.patch.object(PendingCounts, "wait", timed_wait):
+                step_of(kind)
+            if index >= 2:
+                seconds[kind].append(time.perf_counter() - start)
+    return Times(parallel_state.is_pipeline_last_stage(), seconds, waits, has_ended)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--write", action="store_true", help="replace the section in README.md")
+    arguments = parser.parse_args()
+    shape = Shape(arguments.rows, arguments.width, arguments.hidden, arguments.vocab)
+    with RankPool(LAYOUT.world_size, timeout_s=600) as pool:
+        results = pool.run(time_steps, shape, arguments.pairs, world_size=LAYOUT.world_size)
+    seconds = next(times.steps for times in results if times.is_last_stage)
+    waits = [
+        f"{1e6 * statistics.median([s for times in stage for s in times.waits]):.0f} us (it had "
+        f"ended in {statistics.mean([e for times in stage for e in times.has_ended]):.0%})"
+        for stage in ([t for t in results if t.is_last_stage is last] for last in (True, False))
+    ]
+    rows = []
+    for kind, values in seconds.items():
+        is_target = "" if kind == HAND else f"at most {TARGET}"
+        text = "1" if kind == HAND else ratio_text(values, seconds[HAND])
+        rows.append([kind, f"{milliseconds(values)} ms", text, is_target])
+    low, high = ratio_interval(seconds[PLUGIN], seconds[HAND])
+    spread = statistics.quantiles(seconds[HAND], n=10)
+    publish(
+        "schedule_share",
+        "A schedule step",
+        f"The bench's GPT (4 layers, hidden {shape.hidden}, vocabulary {shape.vocab}, float32) in "
+        "the real Megatron-Core schedule and DDP, PP=2, D=2, M=8 microbatches of "
+        f"[{shape.rows}, {shape.width}], on four gloo ranks of one thread. Each of "
+        f"{arguments.pairs} rounds runs the three steps in another order; the clock is that of a "
+        "last stage, from a barrier to the schedule's return, `begin_step` included. The "
+        "hand-written loss is `(losses * mask).sum() / num_tokens`, with `num_tokens` known "
+        f"beforehand at no cost. {machine('megatron-core')}.\n\n"
+        + markdown_table(["step", "median", "ratio (95 % interval)", "target"], rows)
+        + f"\n\nThe hand-written step itself lies between {1e3 * spread[0]:.0f} and "
+        f"{1e3 * spread[-1]:.0f} ms in 80 % of the rounds; four ranks share the processor's cores. "
+        f"To three digits the plugin's interval is {low:.3f} to {high:.3f}.\n\n"
+        "Waiting for the all-reduce of the counts where a stage first needs them, median: "
+        f"{waits[0]} on the last stage, whose first microbatch comes after the other stage's first "
+        f"forward pass; {waits[1]} on the first stage, which takes a microbatch with its weights "
+        "at once.",
+        write=arguments.write,
+    )
+
+
+if __name__ == "__main__":
+    main()
