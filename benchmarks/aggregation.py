@@ -26,7 +26,9 @@ were prepared once; *agg_loss* is this library's function with verl's signature 
 arguments as verl's. The floor is torch kernels alone, without autograd: `torch.dot` reads losses
 and weights once, `torch.mul` writes the gradient once. Ratios above 1: faster than verl."""
 CLOSING = """\
-The targets were no slower than verl in any mode, and four times faster in `token-mean`. verl's
+The targets were no slower than verl in any mode, and four times faster in `token-mean`: the latter
+is met where masks have holes (but for the smallest shape) and missed for prefixes, the former is
+missed by `seq-mean-token-mean` with a float32 mask at the larger shapes. verl's
 `token-mean` selects by a branch per token, cheap where the mask is a prefix and dear where it has
 holes; its sequence modes only multiply, which is cheap but lets a NaN at a masked token through,
 and with a float32 mask nothing has to be cast either. Between the plugin and the floor: autograd's
