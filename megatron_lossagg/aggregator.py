@@ -63,6 +63,9 @@ class LossAggregator:
         denominators: "counted" counts the step before its first microbatch; "deferred" divides when
             gradients are finalized, for a `wrap`ped stream whose step is not complete when it
             begins (see `deferred`).
+        compile: run `loss_fn`, its metrics and the sums of a microbatch through `torch.compile`,
+            once per family of shapes (see `compiled`). Where that fails, for want of a C++ compiler
+            or at a `loss_fn` that cannot be traced, a warning says so and they run as without it.
 
     Raises:
         ValueError: an unknown option, or L missing or not above zero.
@@ -90,6 +93,7 @@ class LossAggregator:
         masks_are_cp_sliced: bool = False,
         contract: str = "detect",
         denominators: str = "counted",
+        compile: bool = False,
     ) -> None:
         self._settings = Settings(
             objective=make_objective(
@@ -100,6 +104,7 @@ class LossAggregator:
                 norm_semantics=norm_semantics,
                 sequence_count=sequence_count,
                 metrics=metrics,
+                compile=compile,
             ),
             model_config=model_config,
             groups=groups,

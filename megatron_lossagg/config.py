@@ -59,6 +59,9 @@ class LossAggConfig:
     report_counts: bool = False
     """Whether reports tell num_tokens, num_seqs, response_length and masked_fraction."""
 
+    compile: bool = False
+    """Whether the loss of a microbatch runs through `torch.compile`."""
+
     def __post_init__(self) -> None:
         self._check_mode_or_terms()
         check_options(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_lossagg.compiled import CompiledFunction
 from megatron_lossagg.loss import check_token_losses, masked_weighted_sum
 from megatron_lossagg.modes import get_mode
 from megatron_lossagg.report import Totals
@@ -51,6 +52,14 @@ class Sums:
     extremes: Tensor
 
 
+class _Evaluation(NamedTuple):
+    """S_k of every term with its graph; what is reported beside their total; extreme values."""
+
+    partial_sums: list[Tensor]
+    values: Tensor
+    extremes: Tensor
+
+
 class Objective:
     """Terms, metrics and the distinct weightings that they need.
 
@@ -64,6 +73,7 @@ class Objective:
         prepare: LossFn | None = None,
         *,
         report_terms: bool = True,
+        compile: bool = False,
     ) -> None:
         if not terms:
             raise ValueError("terms is empty; pass at least one LossTerm.")
@@ -86,6 +96,9 @@ class Objective:
         self._report_terms = report_terms
         _check_distinct([*self.sum_names, *(m.name for m in self.extremes)])
         self.weightings = self._distinct_weightings()
+        self._evaluate: Callable[..., _Evaluation] = self._evaluate_terms
+        if compile:
+            self._evaluate = CompiledFunction(self._evaluate_terms, "loss_fn of LossAggregator")
 
     def _distinct_weightings(self) -> tuple[Weighting, ...]:
         needed = list(self._term_weightings)
@@ -146,6 +159,15 @@ class Objective:
         coefficients: Sequence[float],
     ) -> Sums:
         """Evaluate every term and metric on a microbatch. No collective, no host sync."""
+        found = self._evaluate(output, microbatch, tuple(weights))
+        # Coefficients stay out of what is compiled: a schedule changes them at every step.
+        total = _weighted_total(found.partial_sums, coefficients)
+        values = torch.cat([total.detach().to(found.values.dtype).view(1), found.values])
+        return Sums(total, values, found.extremes)
+
+    def _evaluate_terms(
+        self, output: Any, microbatch: Mapping[str, Any], weights: Sequence[Tensor]
+    ) -> _Evaluation:
         if self._prepare is not None:
             output = self._prepare(output, microbatch)
         weights_by = dict(zip(self.weightings, weights, strict=True))
@@ -164,19 +186,19 @@ class Objective:
                 if metric.weighting is None:
                     extremes[name] = _extreme(value, term_weights, metric.normaliser)
                 else:
-                    metric_sums[name] = masked_weighted_sum(value, weights_by[metric.weighting])
-        total = _weighted_total(partial_sums, coefficients)
-        reported = [total, *(partial_sums if self._report_terms else [])]
-        reported += [metric_sums[m.name] for m in self.sums]
+                    weights_of_metric = weights_by[metric.weighting]
+                    metric_sums[name] = masked_weighted_sum(value, weights_of_metric)
+        reported = [
+            *(partial_sums if self._report_terms else []),
+            *(metric_sums[m.name] for m in self.sums),
+        ]
         dtype = torch.float32
-        for value in reported:
+        for value in (*partial_sums, *reported):
             dtype = torch.promote_types(dtype, value.dtype)
-        return Sums(
-            total,
-            torch.stack([value.detach().to(dtype) for value in reported]),
-            torch.stack([extremes[m.name].to(dtype) for m in self.extremes])
-            if self.extremes
-            else total.new_empty(0),
+        return _Evaluation(
+            partial_sums,
+            _stack([value.detach() for value in reported], dtype, weights[0].device),
+            _stack([extremes[m.name] for m in self.extremes], dtype, weights[0].device),
         )
 
 
@@ -192,6 +214,13 @@ def _losses_and_metrics(
             f"are {sorted(term.metrics)}: return (losses, {{name: values}}) with these names."
         )
     return losses, values
+
+
+def _stack(values: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One tensor [n], also of none."""
+    if not values:
+        return torch.empty(0, dtype=dtype, device=device)
+    return torch.stack([value.to(dtype) for value in values])
 
 
 def _weighted_total(partial_sums: Sequence[Tensor], coefficients: Sequence[float]) -> Tensor:
@@ -232,6 +261,7 @@ def make_objective(
     norm_semantics: str,
     sequence_count: str,
     metrics: Mapping[str, str] | None,
+    compile: bool = False,
 ) -> Objective:
     """The objective of `LossAggregator`'s arguments: several terms, or one loss_fn with a mode.
 
@@ -257,7 +287,7 @@ def make_objective(
             sequence_count=sequence_count,
             metrics=metrics or {},
         )
-        return Objective([only], report_terms=False)
+        return Objective([only], report_terms=False, compile=compile)
     given = {
         "loss_agg_mode": loss_agg_mode,
         "loss_scale_factor": loss_scale_factor,
@@ -270,4 +300,4 @@ def make_objective(
         raise ValueError(
             f"{', '.join(wrong)} cannot be given with terms: each LossTerm has its own."
         )
-    return Objective(terms, loss_fn)
+    return Objective(terms, loss_fn, compile=compile)

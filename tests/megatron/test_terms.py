@@ -7,6 +7,7 @@ reported value (terms, metrics, counts) against the same loops.
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass
 from functools import partial
 
@@ -84,6 +85,7 @@ class TermsPlan:
 
     returns: str
     planning: str
+    compile: bool = False
 
     def __call__(self, context):
         aggregator = LossAggregator(
@@ -93,6 +95,7 @@ class TermsPlan:
             returns=self.returns,
             weight_dtype=torch.float64,
             report_counts=True,
+            compile=self.compile,
         )
         count = len(context.microbatches)
         if self.planning == "wrap":
@@ -224,6 +227,28 @@ def test_gradient_and_every_reported_value(rank_pool, text, regime, planning):
         assert report.keys() == values.keys()
         for name, value in values.items():
             assert report[name] == pytest.approx(value, rel=1e-12), name
+
+
+@LONG
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.parametrize("regime", ["R1", "R3"])
+def test_compiled_terms_are_exact_on_the_schedule(rank_pool, regime):
+    """compile=True on two pipeline stages: the whole model's gradient, with the plain bounds."""
+    layout, gpt = Layout.parse("PP=2 M=2"), TinyGPT()
+    batch = batch_with_value_mask(layout)
+    [(expected, gradient)] = rank_pool.run(reference_gradient, gpt, batch, total_of, world_size=1)
+    per_token, returns = ALL_REGIMES[regime]
+    results = rank_pool.run(
+        run_global_batch,
+        batch,
+        layout,
+        TermsPlan(returns, "begin_step", compile=True),
+        gpt=gpt,
+        calculate_per_token_loss=per_token,
+        world_size=layout.world_size,
+    )
+    assert relative_error(results[0].gradients, gradient) <= GRADIENT_BOUNDS[regime]
+    assert results[0].report["loss"] == pytest.approx(expected, rel=1e-14)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])

@@ -16,6 +16,7 @@ NON_DEFAULTS = {
     "contract": "measure",
     "denominators": "deferred",
     "report_counts": True,
+    "compile": True,
     "masks_are_cp_sliced": True,
     "loss_agg_mode": "seq-mean-token-sum-norm",
     "loss_scale_factor": 512,
