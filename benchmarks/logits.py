@@ -1,15 +1,10 @@
 """Log-probabilities and entropy from logits, beside Megatron-Core's own unchunked function.
 
-    python benchmarks/logits.py                                   # [8192, 32768], some minutes
-    python benchmarks/logits.py --tokens 2048 --dtypes bfloat16
+    python benchmarks/logits.py --quick     # 2048 tokens, a minute
+    python benchmarks/logits.py --write     # [8192, 32768], some minutes
 
-One process, forward and backward, all of one round after another so that they share what the
-machine does meanwhile; the medians of the rounds. Megatron's function overwrites float32 logits, so
-it gets fresh ones each time, outside the clock. Memory is the peak of what is allocated from the
-call to the end of the backward pass, the gradient included, in units of the logits.
-
-On a machine that does other things, too, set OMP_NUM_THREADS=1 and look at the CPU time: threads
-that wait for each other wait for the others' work as well.
+Forward and backward in one process. Megatron's function overwrites float32 logits, so every
+candidate gets fresh ones, outside the clock.
 """
 
 from __future__ import annotations
@@ -17,12 +12,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import statistics
-import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 
 import torch
+from common import alternate, machine, markdown_table, milliseconds, publish, ratio_text
 from torch import Tensor
 
 from megatron_lossagg import log_probs_and_entropy_from_logits, log_probs_from_logits
@@ -31,98 +26,102 @@ from megatron_lossagg.testing.memory import peak_memory
 from megatron_lossagg.testing.parallel import current_device, initialize_model_parallel
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+CHUNK = 32  # tokens whose logits stay in the cache, for the parts
+
+Outputs = tuple[Tensor, ...]
+MEGATRON = "Megatron-Core: log-probs"
+PLAIN = "Megatron-Core: log-probs; entropy in plain torch"
+LOG_PROBS, BOTH = "log-probs", "log-probs and entropy"
+READ, WRITE, EXP = "read the logits (`amax`)", "write the gradient (`zero_`)", "`exp` in the cache"
+MUL = "`mul` in the cache"
 
 
-def megatron(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+def megatron(logits: Tensor, labels: Tensor) -> Outputs:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     return (-vocab_parallel_cross_entropy(logits, labels),)
 
 
-def megatron_and_plain_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+def megatron_and_plain_entropy(logits: Tensor, labels: Tensor) -> Outputs:
     log_p = logits.float().log_softmax(dim=-1)
     entropy = -(log_p.exp() * log_p).sum(dim=-1)
     return *megatron(logits.clone(), labels), entropy
 
 
-def chunked(logits: Tensor, labels: Tensor, **options: str) -> tuple[Tensor, ...]:
-    return (log_probs_from_logits(logits, labels, chunk_size=ARGUMENTS.chunk_size, **options),)
+def candidates(mask: Tensor, dtype: torch.dtype) -> dict[str, Callable[[Tensor, Tensor], Outputs]]:
+    """What is compared: functions of (logits, labels) that return one or two results."""
+    found: dict[str, Callable[[Tensor, Tensor], Outputs]] = {MEGATRON: megatron}
+    if dtype == torch.float32:
+        found[PLAIN] = megatron_and_plain_entropy
+    for name, function in (
+        (LOG_PROBS, lambda *args, **options: (log_probs_from_logits(*args, **options),)),
+        (BOTH, log_probs_and_entropy_from_logits),
+    ):
+        found[name] = function
+        found[f"{name}, 10% masked"] = partial(function, loss_mask=mask)
+        for backward in ("keep-softmax", "overwrite-logits"):
+            if backward == "keep-softmax" and dtype == torch.bfloat16:
+                continue  # is the same as the default
+            found[f'{name}, `backward="{backward}"`'] = partial(function, backward=backward)
+    return found
 
 
-def with_entropy(logits: Tensor, labels: Tensor, **options: str) -> tuple[Tensor, ...]:
-    size = ARGUMENTS.chunk_size
-    return log_probs_and_entropy_from_logits(logits, labels, chunk_size=size, **options)
-
-
-PLAIN = "Megatron-Core, and entropy in plain torch"
-CANDIDATES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
-    "Megatron-Core, unchunked: log-probs": megatron,
-    PLAIN: megatron_and_plain_entropy,
-    "log-probs": chunked,
-    '  backward="keep-softmax"': partial(chunked, backward="keep-softmax"),
-    '  backward="overwrite-logits"': partial(chunked, backward="overwrite-logits"),
-    "log-probs and entropy": with_entropy,
-    '  backward="keep-softmax" ': partial(with_entropy, backward="keep-softmax"),
-    '  backward="overwrite-logits" ': partial(with_entropy, backward="overwrite-logits"),
-}
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--chunk-size", type=int, default=None)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument(
-        "--skip-plain",
-        action="store_true",
-        help="leave out its entropy in plain torch",
-    )
-    return parser.parse_args()
-
-
-def run(function: Callable[..., tuple[Tensor, ...]], logits: Tensor, labels: Tensor) -> None:
+def forward_and_backward(
+    function: Callable[[Tensor, Tensor], Outputs], logits: Tensor, labels: Tensor
+) -> None:
     outputs = function(logits, labels)
     torch.autograd.grad(outputs, logits, [torch.full_like(output, 0.5) for output in outputs])
-    if logits.is_cuda:
-        torch.cuda.synchronize()
 
 
-def measure(dtype: torch.dtype) -> None:
-    device, shape = current_device(), (1, ARGUMENTS.tokens, ARGUMENTS.vocab)
+def measure(dtype: torch.dtype, tokens: int, vocab: int, rounds: int) -> str:
+    device, shape = current_device(), (1, tokens, vocab)
     original = torch.randn(shape, device=device).to(dtype)
-    labels = torch.randint(ARGUMENTS.vocab, shape[:-1], device=device)
+    labels = torch.randint(vocab, shape[:-1], device=device)
+    mask = torch.rand(shape[:-1], device=device) < 0.9
     logits = torch.empty_like(original, requires_grad=True)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in CANDIDATES}
+    runs = {
+        name: partial(forward_and_backward, function, logits, labels)
+        for name, function in candidates(mask, dtype).items()
+    }
     peaks = {}
-    if ARGUMENTS.skip_plain:
-        del seconds[PLAIN]
-    for index in range(ARGUMENTS.rounds + 1):
-        for name in seconds:
-            logits.data.copy_(original)
-            if index == 0:  # warms up, too
-                size = logits.numel() * logits.element_size()
-                with peak_memory() as peak:
-                    run(CANDIDATES[name], logits, labels)
-                peaks[name] = peak.num_bytes / size
-                continue
-            start, start_cpu = time.perf_counter(), time.process_time()
-            run(CANDIDATES[name], logits, labels)
-            times = time.perf_counter() - start, time.process_time() - start_cpu
-            seconds[name].append(times)
-    threads = "" if logits.is_cuda else f", {torch.get_num_threads()} threads"
-    print(
-        f"\n{list(shape[1:])} {str(dtype).removeprefix('torch.')}, {device.type}{threads}, ", end=""
+    for name, run in runs.items():
+        logits.data.copy_(original)
+        with peak_memory() as peak:
+            run()
+        peaks[name] = peak.num_bytes / (logits.numel() * logits.element_size())
+    gradient = torch.empty_like(original)
+    few = torch.randn(CHUNK, vocab, device=device)
+    out = torch.empty_like(few)
+    parts = {
+        READ: lambda: logits.data.amax(dim=-1),
+        WRITE: gradient.zero_,
+        EXP: lambda: [torch.exp(few, out=out) for _ in range(tokens // CHUNK)],
+        MUL: lambda: [torch.mul(few, few, out=out) for _ in range(tokens // CHUNK)],
+    }
+    seconds = alternate(
+        {**runs, **parts}, rounds=rounds, warmup=1, prepare=lambda: logits.data.copy_(original)
     )
-    print(f"chunks of {ARGUMENTS.chunk_size or 'the default size'}, {ARGUMENTS.rounds} rounds")
-    print(f" {'':36}  median  ratio   CPU time  ratio   peak memory / logits")
-    base = None
-    for name, values in seconds.items():
-        wall, cpu = (statistics.median(column) for column in zip(*values, strict=True))
-        base = base or (wall, cpu)
-        print(f" {name:36} {wall:6.3f} s  {wall / base[0]:5.2f}  {cpu:7.3f} s", end="")
-        print(f"  {cpu / base[1]:5.2f}   {peaks[name]:.3f}", flush=True)
+    header = (
+        f"[{tokens}, {vocab}] {str(dtype).removeprefix('torch.')}",
+        "ms",
+        "time / Megatron-Core's log-probs",
+        "peak memory / logits",
+    )
+    rows = [
+        (
+            name,
+            milliseconds(seconds[name]),
+            ratio_text(seconds[name], seconds[MEGATRON]),
+            f"{peaks[name]:.3f}",
+        )
+        for name in runs
+    ]
+    passes = ", ".join(f"{name} {milliseconds(seconds[name])} ms" for name in parts)
+    text = f"{markdown_table(header, rows)}\n\nOne pass over all tokens: {passes}."
+    if PLAIN in runs:
+        against_plain = ratio_text(seconds[BOTH], seconds[PLAIN])
+        text += f" Log-probs and entropy against the same with plain torch's: {against_plain}."
+    return text
 
 
 def keep_freed_memory() -> None:
@@ -133,12 +132,49 @@ def keep_freed_memory() -> None:
     with contextlib.suppress(AttributeError, OSError):  # glibc only
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(M_TRIM_THRESHOLD, -1)  # never
+
+
+METHOD = """\
+Forward and backward in one process, TP=1; every candidate gets fresh logits outside the clock, as
+Megatron-Core's `vocab_parallel_cross_entropy` overwrites those of float32 with its softmax and then
+with the gradient. Peak memory is what torch allocates from the call to the end of the backward
+pass, gradient included: 1.0 is the gradient alone, 0.0 that nothing is allocated."""
+
+VERDICT = """\
+Target: at most 1.1 times the time of Megatron-Core's log-probs, and beyond the logits and their
+gradient a tenth of the logits. The memory is met everywhere. The time is met for log-probs, and
+with `backward="keep-softmax"`, whose softmax waits in the memory of the gradient, for log-probs and
+entropy together. It is missed for both together where the softmax is made again: two passes of
+`exp`, which Megatron-Core makes once, two reads of the logits and one write of the gradient take
+what log-probs take, and the entropy adds to them seven passes in the cache (three forward: minus
+the maximum, times the softmax, sum; four backward) that torch's operators do not join. Megatron-Core
+has no entropy, and with plain torch's it takes a multiple."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--quick", action="store_true", help="2048 tokens, three rounds")
+    parser.add_argument("--write", action="store_true", help="into benchmarks/README.md")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.tokens, arguments.rounds = 2048, 3
+    keep_freed_memory()
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex")
+    initialize_model_parallel(Layout())
+    tables = [
+        measure(getattr(torch, name), arguments.tokens, arguments.vocab, arguments.rounds)
+        for name in arguments.dtypes
+    ]
+    method = " ".join(METHOD.split())
+    verdict = " ".join(VERDICT.split())
+    text = "\n\n".join([method, machine("megatron-core") + ".", *tables, verdict])
+    publish("logits", "Log-probabilities and entropy from logits", text, write=arguments.write)
 
 
 if __name__ == "__main__":
-    ARGUMENTS = parse()
-    keep_freed_memory()
-    initialize_model_parallel(Layout())
-    for name in ARGUMENTS.dtypes:
-        measure(getattr(torch, name))
+    main()

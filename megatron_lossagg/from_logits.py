@@ -3,9 +3,10 @@
 Megatron-Core's own function, `vocab_parallel_cross_entropy`, gives log-probabilities alone, keeps a
 float32 softmax of all tokens for the backward pass, overwrites logits that are float32, and takes
 float64 down to float32. Here the softmax is made for one chunk of tokens at a time, dropped, and
-made again in the backward pass. Its steps in Megatron (maximum, difference, exp, sum, quotient) are
-one operator in torch, so that making it twice takes no longer. The collectives are Megatron's, on
-numbers per token: one maximum and one packed sum, for all chunks together.
+made again in the backward pass. What is made of it stays in the cache, and its steps, in Megatron
+passes over all logits, are one operator of torch: making it twice takes about as long as Megatron's
+once, with the entropy about a quarter longer (benchmarks/README.md). The collectives are on numbers
+per token: one maximum and one packed sum, for all chunks together.
 """
 
 from __future__ import annotations
@@ -51,13 +52,15 @@ def log_probs_from_logits(
             tensor-parallel group, or this process alone if it has no `torch.distributed` groups.
         temperature: what the logits are divided by: that of sampling, for the log-probabilities of
             the distribution that was sampled from.
-        chunk_size: tokens in a chunk. Changes no result. None: 32 on the CPU; else so many that
-            chunks take a sixteenth of the logits' memory, within 64 and 1024.
+        chunk_size: tokens in a chunk. Changes no result. None: on the CPU what takes 4 MiB, which
+            stays in the cache; else so many that two chunks take a sixteenth of the logits' memory,
+            within 64 and 1024.
         backward: "recompute": the softmax is made again from the logits. "keep-softmax": it is kept
-            from the forward pass on, in the memory of the gradient, so that there is no second exp;
-            for logits of float32 or float64 (others are recomputed). "overwrite-logits": recompute,
-            and write the gradient over the logits instead of into a tensor of its own, for logits
-            that nothing else reads; autograd raises if another backward pass needs them.
+            from the forward pass on, in the memory of the gradient, so that there is no second exp,
+            a third of the time; for one backward pass, and logits of float32 or float64 (others are
+            recomputed). "overwrite-logits": recompute, and write the gradient over the logits
+            instead of into a tensor of its own, for logits that nothing else reads. With both,
+            autograd raises if another backward pass needs what is gone.
 
     Returns:
         [b, s], in nats, float32 (float64 for float64 logits), the same on all ranks of `tp_group`;
@@ -97,14 +100,7 @@ def log_probs_and_entropy_from_logits(
     have exact gradients, which share one tensor [t, v]; two functions, called one after the other,
     would make two. Where no gradient reaches the entropy, it costs nothing in the backward pass.
 
-    Args:
-        logits: as for `log_probs_from_logits`.
-        labels: likewise.
-        loss_mask: likewise.
-        tp_group: likewise.
-        temperature: likewise.
-        chunk_size: likewise; here there are always two float32 chunks.
-        backward: likewise.
+    Takes what `log_probs_from_logits` takes; there are always two float32 chunks.
 
     Returns:
         (log_probs, entropy), each [b, s] as `log_probs_from_logits` returns it, in nats.
