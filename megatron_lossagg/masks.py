@@ -14,6 +14,8 @@ from torch import Tensor
 
 # Values read together: few enough to stay in a cache between passes.
 _MAX_VALUES = 2**18
+# Masks of fewer values are put together first: two calls per mask would cost more.
+_MIN_VALUES = 2**12
 # A sum of ones in float32 is exact up to here.
 _MAX_WIDTH_IN_FLOAT32 = 2**24
 # On the CPU the buffer of `_MAX_VALUES` is kept: a fresh one may cost more than what is done to it.
@@ -44,6 +46,9 @@ def count_rows(masks: Sequence[Tensor]) -> tuple[Tensor, Tensor | int]:
     num_tokens: list[Tensor] = []
     num_bad: Tensor | int = 0
     for together in _of_one_width(masks):
+        if _is_integers_on_cpu(together[0]):
+            num_tokens += _count_integers(together)
+            continue
         values = _copied_as_floats(together)
         is_wide = values.shape[1] > _MAX_WIDTH_IN_FLOAT32
         num_tokens.append(values.sum(dim=1, dtype=torch.float64 if is_wide else None))
@@ -56,6 +61,23 @@ def count_rows(masks: Sequence[Tensor]) -> tuple[Tensor, Tensor | int]:
         elif deviation.numel() > 0 and any(float(end) != 0 for end in deviation.aminmax()):
             _raise_bad_values(together)
     return torch.cat(num_tokens).long(), num_bad
+
+
+def _is_integers_on_cpu(mask: Tensor) -> bool:
+    is_integer = mask.dtype != torch.bool and not mask.is_floating_point()
+    return is_integer and mask.device.type == "cpu"
+
+
+def _count_integers(masks: list[Tensor]) -> list[Tensor]:
+    """The same for integers, which are 0 and 1 if they lie between: nothing is copied."""
+    if masks[0].numel() < _MIN_VALUES:
+        masks = [torch.cat(masks)]
+    for mask in masks:
+        if mask.numel() > 0:
+            low, high = mask.aminmax()
+            if int(low) < 0 or int(high) > 1:
+                _raise_bad_values(masks)
+    return [mask.sum(dim=1) for mask in masks]
 
 
 def as_numbers(mask: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

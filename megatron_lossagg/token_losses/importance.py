@@ -57,14 +57,14 @@ def truncated_importance_weights(
     if level not in LEVELS:
         raise ValueError(f"Unknown level {level!r}; expected one of {', '.join(LEVELS)}.")
     check_option("cap", cap, above=0)
-    valid, old_log_probs, rollout_log_probs = select_valid(
+    mask, old_log_probs, rollout_log_probs = select_valid(
         loss_mask,
         {},
         constants={"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs},
     )
     log_ratio = old_log_probs - rollout_log_probs
     if level == "sequence":
-        sequences = TokensOfSequences.of(valid, sequence_ids, num_sequences, cp_group)
+        sequences = TokensOfSequences.of(mask != 0, sequence_ids, num_sequences, cp_group)
         [total] = sequences.sums(log_ratio)
         log_ratio = sequences.spread(total)
-    return zero_where_masked(log_ratio.exp().clamp(max=cap), valid)
+    return zero_where_masked(log_ratio.exp().clamp(max=cap), mask)

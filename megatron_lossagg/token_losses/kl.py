@@ -44,7 +44,7 @@ def kl_penalty(
         raise ValueError(
             f"Unknown estimator {estimator!r}; expected one of {', '.join(ESTIMATORS)}."
         )
-    valid, log_probs, ref_log_probs = select_valid(
+    mask, log_probs, ref_log_probs = select_valid(
         loss_mask, {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
     )
     log_ratio = ref_log_probs - log_probs
@@ -52,7 +52,7 @@ def kl_penalty(
     if estimator.endswith("+"):
         k2 = _estimate(log_ratio, "k2")
         value = value.detach() + (k2 - k2.detach())
-    return zero_where_masked(value, valid)
+    return zero_where_masked(value, mask)
 
 
 def _estimate(log_ratio: Tensor, estimator: str) -> Tensor:

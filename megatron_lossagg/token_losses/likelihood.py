@@ -23,8 +23,8 @@ def sft_nll(log_probs: Tensor, loss_mask: Tensor) -> Tensor:
     Source: the cross-entropy of one label. As Megatron's GPTModel returns it with `labels`, and as
     verl's `sft_loss` before its aggregation.
     """
-    valid, log_probs = select_valid(loss_mask, {"log_probs": log_probs})
-    return zero_where_masked(-log_probs, valid)
+    mask, log_probs = select_valid(loss_mask, {"log_probs": log_probs})
+    return zero_where_masked(-log_probs, mask)
 
 
 def entropy_bonus(entropy: Tensor, loss_mask: Tensor) -> Tensor:
@@ -45,5 +45,5 @@ def entropy_bonus(entropy: Tensor, loss_mask: Tensor) -> Tensor:
     Source: Williams and Peng 1991; Mnih et al. 2016, arXiv:1602.01783. verl and TRL keep H positive
     and subtract it.
     """
-    valid, entropy = select_valid(loss_mask, {"entropy": entropy})
-    return zero_where_masked(-entropy, valid)
+    mask, entropy = select_valid(loss_mask, {"entropy": entropy})
+    return zero_where_masked(-entropy, mask)

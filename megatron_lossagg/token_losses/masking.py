@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lossagg.loss import where_nonzero
+
 
 def select_valid(
     loss_mask: Any, inputs: Mapping[str, Any], constants: Mapping[str, Any] | None = None
 ) -> list[Tensor]:
-    """Which positions are valid, then every input with 0 at the others. Does not communicate.
+    """The mask as numbers, then every input with 0 where it is 0. Does not communicate.
 
     Args:
         loss_mask: [b, s] or [1, t]; non-zero marks a valid token.
@@ -20,7 +22,8 @@ def select_valid(
         constants: likewise, but detached.
 
     Returns:
-        [valid (bool), *inputs, *constants], each in its own dtype, at least float32.
+        [mask, *inputs, *constants], inputs in their own dtype, at least float32; the mask not 0 at
+        valid tokens, in the dtype of the first input.
 
     Raises:
         TypeError: not tensors. ValueError: shapes that differ.
@@ -28,14 +31,24 @@ def select_valid(
     if not isinstance(loss_mask, Tensor):
         raise TypeError(f"loss_mask must be a tensor, got {type(loss_mask).__name__}.")
     constants = constants or {}
-    valid = loss_mask != 0
-    selected = [valid]
+    mask = loss_mask.detach()
+    masks: dict[torch.dtype, Tensor] = {}
+    selected = []
     for name, value in (*inputs.items(), *constants.items()):
         check_shape(name, value, loss_mask)
-        value = value.detach() if name in constants else value
         dtype = torch.promote_types(value.dtype, torch.float32)
-        selected.append(value.masked_fill(~valid, 0).to(dtype))
-    return selected
+        if dtype not in masks:
+            masks[dtype] = _mask_in(dtype, mask)
+        value = value.detach() if name in constants else value
+        selected.append(where_nonzero(value.to(dtype), masks[dtype]))
+    return [next(iter(masks.values())), *selected]
+
+
+def _mask_in(dtype: torch.dtype, mask: Tensor) -> Tensor:
+    """Not 0 exactly where `mask` is not, also where that is too small for the dtype."""
+    if mask.is_floating_point() and mask.dtype != dtype:
+        mask = mask != 0
+    return mask.to(dtype)
 
 
 def check_shape(name: str, value: Any, loss_mask: Tensor) -> None:
@@ -51,9 +64,9 @@ def check_shape(name: str, value: Any, loss_mask: Tensor) -> None:
         )
 
 
-def zero_where_masked(losses: Tensor, valid: Tensor) -> Tensor:
-    """Exactly 0 at masked positions, with a gradient of exactly 0."""
-    return losses.masked_fill(~valid, 0)
+def zero_where_masked(losses: Tensor, mask: Tensor) -> Tensor:
+    """Exactly 0 where `mask` is 0, with a gradient of exactly 0."""
+    return where_nonzero(losses, _mask_in(losses.dtype, mask))
 
 
 def check_option(name: str, value: Any, *, above: float, or_equal: bool = False) -> None:

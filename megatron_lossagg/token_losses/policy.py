@@ -56,7 +56,7 @@ def ppo_clip(
     drops tokens with an old log-prob that is not finite: here a NaN shows.
     """
     low, high = log_bounds(clip_low, clip_high)
-    valid, log_probs, old_log_probs, advantages = select_valid(
+    mask, log_probs, old_log_probs, advantages = select_valid(
         loss_mask,
         {"log_probs": log_probs},
         constants={"old_log_probs": old_log_probs, "advantages": advantages},
@@ -66,7 +66,7 @@ def ppo_clip(
         check_option("dual_clip", dual_clip, above=1)
         bounded = log_ratio.clamp(max=math.log(dual_clip))
         log_ratio = torch.where(advantages < 0, bounded, log_ratio)
-    return zero_where_masked(-advantages * log_ratio.exp(), valid)
+    return zero_where_masked(-advantages * log_ratio.exp(), mask)
 
 
 def policy_gradient(log_probs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
@@ -88,10 +88,10 @@ def policy_gradient(log_probs: Tensor, advantages: Tensor, loss_mask: Tensor) ->
 
     Source: Williams 1992, doi:10.1007/BF00992696. As verl's `compute_policy_loss_gpg`.
     """
-    valid, log_probs, advantages = select_valid(
+    mask, log_probs, advantages = select_valid(
         loss_mask, {"log_probs": log_probs}, constants={"advantages": advantages}
     )
-    return zero_where_masked(-advantages * log_probs, valid)
+    return zero_where_masked(-advantages * log_probs, mask)
 
 
 def cispo(
@@ -130,13 +130,13 @@ def cispo(
     the log ratio to +-20. TRL's `epsilon_high` is the bound itself, so 1 + clip_high.
     """
     low, high = log_bounds(clip_low, clip_high)
-    valid, log_probs, old_log_probs, advantages = select_valid(
+    mask, log_probs, old_log_probs, advantages = select_valid(
         loss_mask,
         {"log_probs": log_probs},
         constants={"old_log_probs": old_log_probs, "advantages": advantages},
     )
     weight = (log_probs.detach() - old_log_probs).clamp(low, high).exp()
-    return zero_where_masked(-weight * advantages * log_probs, valid)
+    return zero_where_masked(-weight * advantages * log_probs, mask)
 
 
 def sapo(
@@ -175,7 +175,7 @@ def sapo(
     """
     check_option("tau_pos", tau_pos, above=0)
     check_option("tau_neg", tau_neg, above=0)
-    valid, log_probs, old_log_probs, advantages = select_valid(
+    mask, log_probs, old_log_probs, advantages = select_valid(
         loss_mask,
         {"log_probs": log_probs},
         constants={"old_log_probs": old_log_probs, "advantages": advantages},
@@ -183,4 +183,4 @@ def sapo(
     ratio = (log_probs - old_log_probs).clamp(max=_FLAT_GATE_LOG_RATIO).exp()
     tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
     gate = (tau * (ratio - 1)).sigmoid() * 4 / tau
-    return zero_where_masked(-advantages * gate, valid)
+    return zero_where_masked(-advantages * gate, mask)

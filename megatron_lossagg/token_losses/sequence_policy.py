@@ -60,16 +60,16 @@ def gspo(
     log s_t to at most 10. TRL's `importance_sampling_level="sequence"` is the paper's GSPO.
     """
     low, high = log_bounds(clip_low, clip_high)
-    valid, log_probs, old_log_probs, advantages = select_valid(
+    mask, log_probs, old_log_probs, advantages = select_valid(
         loss_mask,
         {"log_probs": log_probs},
         constants={"old_log_probs": old_log_probs, "advantages": advantages},
     )
-    sequences = TokensOfSequences.of(valid, sequence_ids, num_sequences, cp_group)
+    sequences = TokensOfSequences.of(mask != 0, sequence_ids, num_sequences, cp_group)
     log_ratio = sequences.mean(log_probs.detach() - old_log_probs)
     log_ratio = sequences.spread(log_ratio) + (log_probs - log_probs.detach())
     clipped = clip_by_advantage(log_ratio, advantages, low, high)
-    return zero_where_masked(-advantages * clipped.exp(), valid)
+    return zero_where_masked(-advantages * clipped.exp(), mask)
 
 
 def gmpo(
@@ -120,12 +120,12 @@ def gmpo(
     """
     check_option("clip_low", clip_low, above=0, or_equal=True)
     check_option("clip_high", clip_high, above=0, or_equal=True)
-    valid, log_probs, old_log_probs, advantages = select_valid(
+    mask, log_probs, old_log_probs, advantages = select_valid(
         loss_mask,
         {"log_probs": log_probs},
         constants={"old_log_probs": old_log_probs, "advantages": advantages},
     )
-    sequences = TokensOfSequences.of(valid, sequence_ids, num_sequences, cp_group)
+    sequences = TokensOfSequences.of(mask != 0, sequence_ids, num_sequences, cp_group)
     clipped = clip_by_advantage(log_probs - old_log_probs, advantages, -clip_low, clip_high)
     log_ratio = sequences.spread(sequences.mean(clipped))
-    return zero_where_masked(-advantages * log_ratio.exp(), valid)
+    return zero_where_masked(-advantages * log_ratio.exp(), mask)

@@ -38,7 +38,7 @@ def value_loss(
     baselines (clipping). As verl's `compute_value_loss` (verl/trainer/ppo/core_algos.py) and TRL's
     PPOTrainer, with their factor 1/2.
     """
-    valid, values, returns = select_valid(
+    mask, values, returns = select_valid(
         loss_mask, {"values": values}, constants={"returns": returns}
     )
     error = (values - returns).square()
@@ -47,4 +47,4 @@ def value_loss(
         _, old_values = select_valid(loss_mask, {}, constants={"old_values": old_values})
         clipped = values.clamp(old_values - clip_value, old_values + clip_value)
         error = torch.maximum(error, (clipped - returns).square())
-    return zero_where_masked(0.5 * error, valid)
+    return zero_where_masked(0.5 * error, mask)
