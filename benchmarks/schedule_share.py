@@ -191,8 +191,7 @@ def main() -> None:
         f"[{shape.rows}, {shape.width}], on four gloo ranks of one thread. Each of "
         f"{arguments.pairs} rounds runs the three steps in another order; the clock is that of a "
         "last stage, from a barrier to the schedule's return, `begin_step` included, and then "
-        "to a second barrier (`report` ends with a broadcast over the stages, so a last stage "
-        "waits there for the first one's last backward pass). The "
+        "to a second barrier. The "
         "hand-written loss is `(losses * mask).sum() / num_tokens`, with `num_tokens` known "
         f"beforehand at no cost. {machine('megatron-core')}.\n\n"
         + markdown_table(header, rows)
