@@ -143,13 +143,14 @@ pass, gradient included: 1.0 is the gradient alone, 0.0 that nothing is allocate
 
 VERDICT = """\
 Target: at most 1.1 times the time of Megatron-Core's log-probs, and beyond the logits and their
-gradient a tenth of the logits. The memory is met everywhere. The time is met for log-probs, and
-with `backward="keep-softmax"`, whose softmax waits in the memory of the gradient, for log-probs and
-entropy together. It is missed for both together where the softmax is made again: two passes of
-`exp`, which Megatron-Core makes once, two reads of the logits and one write of the gradient take
-what log-probs take, and the entropy adds to them seven passes in the cache (three forward: minus
-the maximum, times the softmax, sum; four backward) that torch's operators do not join. Megatron-Core
-has no entropy, and with plain torch's it takes a multiple."""
+gradient a tenth of the logits. The memory is met everywhere. The time is met for log-probs, and for
+log-probs and entropy together with float32 logits and `backward="keep-softmax"`, whose softmax
+waits in the memory of the gradient. It is missed for both together where the softmax is made again:
+two passes of `exp`, which Megatron-Core makes once, two reads of the logits and one write of the
+gradient take what log-probs take, and to these the entropy adds seven passes in the cache, as long
+as `mul` each (three forward: minus the maximum, times the softmax, sum; four backward), which
+torch's operators do not join. Megatron-Core has no entropy; with plain torch's it takes a
+multiple."""
 
 
 def main() -> None:
