@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +27,8 @@ METHOD = """\
 A microbatch of {rows} rows of {width} tokens, float32, `token-mean`: from the log-probabilities to
 their gradient, with KL (k3) and the metrics that verl reports (both clip fractions, the mean log
 ratio, the KL). verl: `compute_policy_loss_vanilla`, `kl_penalty` and `agg_loss`, called as its
-actor calls them, with an int64 mask; each metric waits for a number. Here: `ppo_clip` and
+actor calls them, with an int64 mask; each metric waits for a number. TRL: its trainer's
+`_compute_loss`, given log-probabilities in place of a model. Here: `ppo_clip` and
 `kl_penalty` as two terms with three metrics, evaluated as `loss_func` does, with weights that were
 prepared once per step and stand for the mask, too. Gradients and losses are compared first. Memory
 is the peak of what is allocated from the call to the end of the backward pass, beyond the inputs,
@@ -88,7 +91,7 @@ def make_batch(rows: int, width: int) -> dict[str, Any]:
         "log_probs": log_probs.requires_grad_(),
         "old_log_probs": log_probs.detach() + 0.2 * torch.randn_like(log_probs),
         "ref_log_probs": log_probs.detach() + 0.2 * torch.randn_like(log_probs),
-        "advantages": torch.randn_like(log_probs),
+        "advantages": torch.randn(rows, 1, device=device).repeat(1, width),
         "loss_mask": mask,
         "weights": token_weights(mask, "token-mean", counts),
         "num_tokens": int(num_tokens),
@@ -133,6 +136,56 @@ def verls(batch: dict[str, Any]) -> Callable[[], list[float]]:
         total.backward()
         values = [total, loss, *metrics.values(), kl_loss.detach()]
         return [float(value) for value in values]
+
+    return run
+
+
+def trls(batch: dict[str, Any]) -> Callable[[], list[float]]:
+    """TRL's `GRPOTrainer._compute_loss`, with an object that has what it reads of its trainer.
+
+    It also means the entropies and gathers its metrics over processes: here zeros, and one process.
+    """
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    log_probs, mask = batch["log_probs"], batch["loss_mask"]
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(delta=DUAL_CLIP, use_bias_correction_kl=False, steps_per_generation=1),
+        loss_type="dapo",
+        importance_sampling_level="token",
+        epsilon_low=CLIP,
+        epsilon_high=CLIP,
+        beta=KL_COEFFICIENT,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        accelerator=SimpleNamespace(
+            num_processes=1, reduce=lambda t, reduction: t, gather=lambda t: t
+        ),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, entropies, None),
+    )
+    entropies = torch.zeros_like(log_probs)
+    inputs = {
+        "prompt_ids": mask[:, :1],
+        "prompt_mask": mask[:, :1],
+        "completion_ids": mask,
+        "completion_mask": mask,
+        "advantages": batch["advantages"][:, 0],
+        "old_per_token_logps": batch["old_log_probs"],
+        "ref_per_token_logps": batch["ref_log_probs"],
+        "num_items_in_batch": torch.tensor(batch["num_tokens"]),
+    }
+
+    def run() -> list[float]:
+        loss = GRPOTrainer._compute_loss(trainer, None, inputs)
+        loss.backward()
+        trainer._metrics.clear()
+        return [float(loss.detach())]
 
     return run
 
@@ -186,6 +239,7 @@ def main() -> None:
     compiled = objective(compile=True)
     candidates = {
         "verl": verls(batch),
+        "TRL": trls(batch),
         "eager": ours(objective(compile=False), batch),
         "compile=True": ours(compiled, batch),
     }
@@ -201,7 +255,7 @@ def main() -> None:
     text = "\n\n".join(
         [
             METHOD.format(rows=arguments.rows, width=arguments.width),
-            f"{machine('verl')}; {arguments.rounds} rounds.",
+            f"{machine('verl', 'trl')}; {arguments.rounds} rounds.",
             *tables,
             CLOSING.format(shapes=shapes, num_graphs=num_graphs),
         ]
