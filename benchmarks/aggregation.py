@@ -21,8 +21,7 @@ from megatron_lossagg.loss import masked_weighted_sum
 METHOD = """\
 Forward and backward of the aggregation of a microbatch, float32, from token losses that require a
 gradient. verl's `agg_loss` is called as its trainer does, with an int64 mask (`attention_mask`) and
-the counts of the global batch. TRL has no such function; its whole loss is in *PPO, KL and
-metrics*. *plugin* is what a step runs per microbatch, with the weights that
+the counts of the global batch. *plugin* is what a step runs per microbatch, with the weights that
 were prepared once; *agg_loss* is this library's function with verl's signature and the same
 arguments as verl's. The floor is torch kernels alone, without autograd: `torch.dot` reads losses
 and weights once, `torch.mul` writes the gradient once. Ratios above 1: faster than verl."""

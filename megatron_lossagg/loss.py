@@ -10,8 +10,6 @@ from torch import Tensor
 
 from megatron_lossagg.errors import LossAggError, keys_or_type
 
-_BLOCK = 2**18  # values
-
 
 def where_nonzero(values: Tensor, weights: Tensor) -> Tensor:
     """`values` where `weights` is not 0, exactly 0 elsewhere, whatever the values are there.
@@ -56,14 +54,6 @@ def _selected_product(losses: Tensor, weights: Tensor) -> Tensor:
     return where_nonzero(losses.to(dtype), weights) * weights
 
 
-def _sum_in_blocks(losses: Tensor, weights: Tensor) -> Tensor:
-    """The sum of selected products; on the CPU in parts whose temporaries stay in its cache."""
-    if losses.device.type != "cpu" or losses.numel() <= _BLOCK:
-        return _selected_product(losses, weights).sum()
-    parts = zip(losses.flatten().split(_BLOCK), weights.flatten().split(_BLOCK), strict=True)
-    return torch.stack([_selected_product(*part).sum() for part in parts]).sum()
-
-
 class _MaskedWeightedSum(torch.autograd.Function):
     """Keeps the weights alone, and writes the gradient in one pass."""
 
@@ -74,7 +64,7 @@ class _MaskedWeightedSum(torch.autograd.Function):
         """See `masked_weighted_sum`."""
         ctx.save_for_backward(weights)
         ctx.dtype = losses.dtype
-        return _sum_in_blocks(losses, weights)
+        return _selected_product(losses, weights).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -71,21 +71,6 @@ def test_selection_is_exact_in_every_form(dtype):
     assert compiled(values, weights)[0].tolist() == expected
 
 
-def test_large_microbatches_are_summed_in_blocks():
-    """More values than a block, no multiple of one, and rows that are not contiguous."""
-    generator = torch.Generator().manual_seed(0)
-    losses = torch.randn(40_001, 23, generator=generator).double().t()
-    weights = torch.rand(40_001, 23, generator=generator).double().t()
-    weights = weights * (weights > 0.3)
-    losses[weights == 0] = torch.nan
-    losses.requires_grad_()
-    total = masked_weighted_sum(losses, weights)
-    expected = (losses.detach().nan_to_num() * weights).sum()
-    torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)
-    [gradient] = torch.autograd.grad(total, losses)
-    assert torch.equal(gradient, weights)
-
-
 def test_sum_is_as_exact_as_torchs():
     """Half a million positive float32 products: the error stays that of a cascaded sum."""
     generator = torch.Generator().manual_seed(0)
