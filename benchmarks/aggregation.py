@@ -7,12 +7,18 @@ python benchmarks/aggregation.py --quick
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 from collections.abc import Callable
 
 import torch
-from common import alternate, machine, markdown_table, milliseconds, publish, ratio_text
+from common import (
+    alternate,
+    keep_freed_memory,
+    machine,
+    markdown_table,
+    milliseconds,
+    publish,
+    ratio_text,
+)
 from torch import Tensor
 
 from megatron_lossagg import GlobalCounts, agg_loss, token_weights
@@ -42,14 +48,6 @@ MODES = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
-
-
-def keep_freed_memory() -> None:
-    """Have freed memory used again without asking the system, as on a GPU (glibc only)."""
-    with contextlib.suppress(AttributeError, OSError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def compare(

@@ -7,8 +7,6 @@ python benchmarks/begin_step.py --microbatches 8 --rounds 20
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +15,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import alternate, machine, markdown_table, milliseconds, publish, ratio_text
+from common import (
+    alternate,
+    keep_freed_memory,
+    machine,
+    markdown_table,
+    milliseconds,
+    publish,
+    ratio_text,
+)
 from torch import Tensor
 
 from megatron_lossagg import LossAggregator, LossTerm, ParallelGroups
@@ -27,7 +33,6 @@ from megatron_lossagg.testing import RankPool
 from megatron_lossagg.testing.parallel import current_device
 
 TARGET = 2.0
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def make_aggregator(num_masks: int = 1, groups: ParallelGroups | None = None) -> LossAggregator:
@@ -164,14 +169,6 @@ def waits_of_counts(num_rounds: int, forward_size: int) -> dict[str, list[float]
             work.wait()
             found.setdefault(f"{kind}: wait", []).append(time.perf_counter() - start)
     return found
-
-
-def keep_freed_memory() -> None:
-    """On the CPU, have freed memory used again without asking the system, as on a GPU."""
-    with contextlib.suppress(AttributeError, OSError):  # glibc only
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ rounds' ratios; its interval is a bootstrap of that median.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -22,6 +24,7 @@ import torch
 
 PAGE = Path(__file__).with_name("README.md")
 _NUM_RESAMPLES = 1000
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def alternate(
@@ -105,6 +108,17 @@ def publish(name: str, title: str, text: str, *, write: bool) -> None:
         page = f"{page.rstrip()}\n\n{section}"
     PAGE.write_text(page.rstrip() + "\n")
     print(f"written to {PAGE.name}", file=sys.stderr)
+
+
+def keep_freed_memory() -> None:
+    """On the CPU, have freed memory used again without asking the system, as on a GPU.
+
+    Else each large tensor is new pages, which the system sets to zero in the clock.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # glibc only
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
 def _now() -> float:

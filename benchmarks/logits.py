@@ -10,14 +10,20 @@ candidate gets fresh ones, outside the clock.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import warnings
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from common import alternate, machine, markdown_table, milliseconds, publish, ratio_text
+from common import (
+    alternate,
+    keep_freed_memory,
+    machine,
+    markdown_table,
+    milliseconds,
+    publish,
+    ratio_text,
+)
 from torch import Tensor
 
 from megatron_lossagg import log_probs_and_entropy_from_logits, log_probs_from_logits
@@ -25,7 +31,6 @@ from megatron_lossagg.testing import Layout
 from megatron_lossagg.testing.memory import peak_memory
 from megatron_lossagg.testing.parallel import current_device, initialize_model_parallel
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 CHUNK = 32  # tokens whose logits stay in the cache, for the parts
 
 Outputs = tuple[Tensor, ...]
@@ -122,17 +127,6 @@ def measure(dtype: torch.dtype, tokens: int, vocab: int, rounds: int) -> str:
         against_plain = ratio_text(seconds[BOTH], seconds[PLAIN])
         text += f" Log-probs and entropy against the same with plain torch's: {against_plain}."
     return text
-
-
-def keep_freed_memory() -> None:
-    """On the CPU, have freed memory used again without asking the system, as on a GPU.
-
-    Else each large tensor is new pages, which the system sets to zero in the clock.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # glibc only
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
 METHOD = """\

@@ -14,8 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from aggregation import keep_freed_memory
-from common import alternate, machine, markdown_table, milliseconds, publish, ratio_text
+from common import (
+    alternate,
+    keep_freed_memory,
+    machine,
+    markdown_table,
+    milliseconds,
+    publish,
+    ratio_text,
+)
 from torch import Tensor
 
 from megatron_lossagg import GlobalCounts, LossTerm, token_losses, token_weights

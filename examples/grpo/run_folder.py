@@ -30,10 +30,7 @@ def open_run_folder(config: TrainingConfig, out: Path | None, *, resume: bool) -
         ValueError: a run would be overwritten; or there is none to resume, or it was another one,
             or it has all its steps already.
     """
-    if out is None:
-        last, next_free = _folders(config.name)
-        out = last if resume else next_free
-    out = _shown(out)
+    out = _chosen(config, out, resume=resume)
     if (out / _COMPARISON).is_file():
         raise ValueError(f"{out} holds a comparison. Add --compare, or choose another --out.")
     if resume:
@@ -63,10 +60,7 @@ def open_comparison_folder(
     """
     if num_seeds is not None and num_seeds < 1:
         raise ValueError(f"--num-seeds {num_seeds} must be at least 1.")
-    if out is None:
-        last, next_free = _folders(config.name)
-        out = last if resume else next_free
-    out = _shown(out)
+    out = _chosen(config, out, resume=resume)
     is_comparison = (out / _COMPARISON).is_file()
     if (out / _CONFIG).is_file() and not (resume and is_comparison):
         kind, how = (
@@ -114,6 +108,14 @@ def note_config(config: TrainingConfig, out: Path) -> None:
     stop_file(out).unlink(missing_ok=True)
     text = yaml.safe_dump(config.to_dict(), sort_keys=False)
     (out / _CONFIG).write_text(text, encoding="utf-8")
+
+
+def _chosen(config: TrainingConfig, out: Path | None, *, resume: bool) -> Path:
+    """`out`, or the folder in runs/: the last in use to resume, the first free one to start."""
+    if out is None:
+        last, next_free = _folders(config.name)
+        out = last if resume else next_free
+    return _shown(out)
 
 
 def _folders(name: str) -> tuple[Path, Path]:
