@@ -230,7 +230,7 @@ def test_loss_func_is_one_graph(regime):
     [microbatch] = step.microbatches
     objective = step._context.objective
     weights = [microbatch[key] for key in step._context.weights_keys]
-    explained = torch._dynamo.explain(objective._evaluate_terms)(
+    explained = torch._dynamo.explain(objective.evaluation.of_all)(
         microbatch["losses"], microbatch, weights
     )
     assert explained.graph_count == 1 and explained.graph_break_count == 0
