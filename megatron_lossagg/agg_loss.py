@@ -114,7 +114,7 @@ def agg_loss(
 
 def _num_tokens_of_rows(mask: Tensor) -> Tensor:
     """Valid tokens of every row, exact up to the integers of the mask's dtype."""
-    return where_nonzero(torch.ones_like(mask), mask).sum(dim=-1)
+    return where_nonzero(mask.new_ones(()).expand_as(mask), mask).sum(dim=-1)
 
 
 def _divide_by_sequences(total: Tensor, count: int | float | Tensor | None, mask: Tensor) -> Tensor:

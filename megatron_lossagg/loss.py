@@ -43,15 +43,16 @@ def masked_weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     """
     weights = weights.detach()
     if torch.compiler.is_compiling():
-        return _selected_product(losses, weights).sum()
+        return _weighted_sum(losses, weights)
     total: Tensor = _MaskedWeightedSum.apply(losses, weights)
     return total
 
 
-def _selected_product(losses: Tensor, weights: Tensor) -> Tensor:
+def _weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(losses.dtype, weights.dtype), torch.float32)
     weights = weights.to(dtype)
-    return where_nonzero(losses.to(dtype), weights) * weights
+    # In place: the selection is a tensor of its own, and another would be one more to allocate.
+    return where_nonzero(losses.to(dtype), weights).mul_(weights).sum()
 
 
 class _MaskedWeightedSum(torch.autograd.Function):
@@ -64,7 +65,7 @@ class _MaskedWeightedSum(torch.autograd.Function):
         """See `masked_weighted_sum`."""
         ctx.save_for_backward(weights)
         ctx.dtype = losses.dtype
-        return _selected_product(losses, weights).sum()
+        return _weighted_sum(losses, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
