@@ -72,12 +72,24 @@ def _count_integers(masks: list[Tensor]) -> list[Tensor]:
     """The same for integers, which are 0 and 1 if they lie between: nothing is copied."""
     if masks[0].numel() < _MIN_VALUES:
         masks = [torch.cat(masks)]
+    num_tokens = []
     for mask in masks:
-        if mask.numel() > 0:
-            low, high = mask.aminmax()
+        num_tokens.append(mask.sum(dim=1))
+        if mask.numel() > 0:  # at once, as the mask is in the cache now
+            low, high = _words(mask).aminmax()
             if int(low) < 0 or int(high) > 1:
                 _raise_bad_values(masks)
-    return [mask.sum(dim=1) for mask in masks]
+    # What is left are upper words of 1, each of which adds 2^32.
+    if masks[0].numel() > 0 and int(torch.cat(num_tokens).max()) > masks[0].shape[1]:
+        _raise_bad_values(masks)
+    return num_tokens
+
+
+def _words(mask: Tensor) -> Tensor:
+    """int64 as twice as many int32, whose extremes are found in two thirds of the time."""
+    if mask.dtype != torch.int64 or mask.stride(-1) != 1:
+        return mask
+    return mask.view(torch.int32)
 
 
 def as_numbers(mask: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

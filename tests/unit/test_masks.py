@@ -43,14 +43,20 @@ def test_rows_are_counted_as_one_by_one(max_values, monkeypatch):
         (1e-300, torch.float64),
         (0.5, torch.bfloat16),
         (16, torch.int8),
+        (2, torch.int64),
+        (2**32, torch.int64),
         (2**32 + 1, torch.int64),
         (-1, torch.int64),
+        (-(2**63), torch.int64),
     ],
 )
-def test_one_bad_value_among_many(value, dtype):
+@pytest.mark.parametrize("layout", ["small", "large", "large, transposed"])
+def test_one_bad_value_among_many(value, dtype, layout):
     """Also one next to 0 or 1, one whose square wraps around, and one in the last of ten masks."""
-    masks = [torch.ones(2, 50, dtype=dtype) for _ in range(10)]
+    masks = [torch.ones(2, 50 if layout == "small" else 4096, dtype=dtype) for _ in range(10)]
     masks[-1][1, 7] = value
+    if layout == "large, transposed":
+        masks = [mask.t().contiguous().t() for mask in masks]
     with pytest.raises(ValueError, match="may hold only 0 and 1, got 1 other values such as"):
         count_rows(masks)
 
