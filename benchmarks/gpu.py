@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --cpu            # the same, short, on this machine's processor
 
 Each benchmark is a process of its own with a time limit, so one that fails costs the others
-nothing. What needs several ranks (`schedule_share.py`, `scale.py`, and the waiting time of
-`begin_step.py`) runs on CPU ranks by itself, and not here: NCCL wants a device for each.
+nothing. What needs several ranks (a schedule step, scale) runs on CPU ranks of the same machine,
+which their tables name, as NCCL wants a device for each rank.
 
 This script has not run on a GPU yet, and no number on the page is from one.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -28,7 +29,10 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "logits": ("--quick",),
     "begin_step": ("--rounds", "20", "--no-ranks"),
     "import_time": ("--rounds", "5"),
+    "scale": ("--rounds", "5"),
+    "schedule_share": ("--pairs", "12"),
 }
+ON_CPU_RANKS = ("scale", "schedule_share")
 NEED_VERL = ("aggregation", "policy_loss")
 
 
@@ -48,7 +52,12 @@ def main() -> int:
         left = LIMIT_S - (time.monotonic() - started)
         script = Path(__file__).with_name(f"{name}.py")
         try:
-            subprocess.run([sys.executable, script, *options], timeout=max(1, left), check=True)
+            subprocess.run(
+                [sys.executable, script, *options],
+                env=os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if name in ON_CPU_RANKS else {}),
+                timeout=max(1, left),
+                check=True,
+            )
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             print(f"\n{name}: {error}", file=sys.stderr)
             failed.append(name)

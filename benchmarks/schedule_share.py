@@ -10,6 +10,7 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,8 @@ from megatron_lossagg.testing.parameter_names import unwrap
 
 LAYOUT = Layout(pp=2, dp=2, num_microbatches=8)
 HAND, PLUGIN, CHECKED = "two lines", "plugin", "plugin, validate and report"
+AHEAD = "plugin, begun a step ahead"
+KINDS = (HAND, PLUGIN, AHEAD, CHECKED)
 TARGET = 1.03
 
 
@@ -76,13 +79,39 @@ def hand_written(num_tokens: float, microbatch: dict[str, Tensor], logits: Tenso
 
 @dataclass(frozen=True)
 class Times:
-    """What a rank measured: seconds of whole steps by kind; waits for the counts of each step."""
+    """What a rank measured, by kind: seconds of whole steps; waits for the counts of each step.
+
+    `inside` is processor time of the loss and of the plugin in a step, on the rank's own thread.
+    """
 
     is_last_stage: bool
+    inside: dict[str, list[float]]
     steps: dict[str, list[float]]
     until_all: dict[str, list[float]]
-    waits: list[float]
-    has_ended: list[bool]
+    waits: dict[str, list[float]]
+    has_ended: dict[str, list[bool]]
+
+
+class Stopwatch:
+    """Adds up the thread's processor time inside what it is put around."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - start
+
+        return timed
+
+    def around_iterator(self, iterator: Any) -> Iterator[Any]:
+        take = self.around(partial(next, iterator, None))
+        while (item := take()) is not None:
+            yield item
 
 
 def time_steps(shape: Shape, num_rounds: int) -> Times:
@@ -114,37 +143,48 @@ def time_steps(shape: Shape, num_rounds: int) -> Times:
             forward_only=False,
         )
 
+    stopwatch = Stopwatch()
+    begun = [aggregator.begin_step(microbatches)]
+
     def step_of(kind: str) -> None:
         if kind == HAND:
-            run([iter(microbatches)], partial(hand_written, float(num_tokens)))
+            by_hand = stopwatch.around(hand_written)
+            run([iter(microbatches)], partial(by_hand, float(num_tokens)))
             return
-        step = aggregator.begin_step(microbatches)
-        store = run(step.data_iterator(), step.loss_func)
+        step = stopwatch.around(aggregator.begin_step)(microbatches)
+        if kind == AHEAD:
+            begun.append(step)
+            step = begun.pop(0)
+        iterators = [stopwatch.around_iterator(iterator) for iterator in step.data_iterator()]
+        store = run(iterators, stopwatch.around(step.loss_func))
         if kind == CHECKED:
             step.validate()
             step.report(store)
 
-    waits: list[float] = []
-    has_ended: list[bool] = []
+    waits: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    has_ended: dict[str, list[bool]] = {kind: [] for kind in KINDS}
     original_wait = PendingCounts.wait
 
     def timed_wait(self: PendingCounts, slot: int = 0) -> Any:
         start = time.perf_counter()
         for work in self._works:
-            has_ended.append(work.is_completed())
+            has_ended[current[0]].append(work.is_completed())
             work.wait()
-            waits.append(time.perf_counter() - start)
+            waits[current[0]].append(time.perf_counter() - start)
         return original_wait(self, slot)
 
-    kinds, shuffle = [HAND, PLUGIN, CHECKED], random.Random(0).shuffle
+    kinds, current, shuffle = list(KINDS), [HAND], random.Random(0).shuffle
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     until_all: dict[str, list[float]] = {kind: [] for kind in kinds}
+    inside: dict[str, list[float]] = {kind: [] for kind in kinds}
     for index in range(num_rounds + 2):
         shuffle(kinds)
         for kind in kinds:
+            current[0] = kind
             set_config_hooks(chunks)
             chunks[0].zero_grad_buffer()
             dist.barrier()
+            stopwatch.seconds = 0.0
             start = time.perf_counter()
             with mock.patch.object(PendingCounts, "wait", timed_wait):
                 step_of(kind)
@@ -152,13 +192,26 @@ def time_steps(shape: Shape, num_rounds: int) -> Times:
             dist.barrier()
             if index >= 2:
                 seconds[kind].append(returned)
+                inside[kind].append(stopwatch.seconds)
                 until_all[kind].append(time.perf_counter() - start)
-    return Times(parallel_state.is_pipeline_last_stage(), seconds, until_all, waits, has_ended)
+    return Times(
+        parallel_state.is_pipeline_last_stage(), inside, seconds, until_all, waits, has_ended
+    )
+
+
+def waiting(results: list[Times], kind: str, *, last: bool) -> str:
+    """How long the ranks of one stage waited, and how often there was nothing to wait for."""
+    of_stage = [times for times in results if times.is_last_stage is last]
+    seconds = [s for times in of_stage for s in times.waits[kind]]
+    ended = [e for times in of_stage for e in times.has_ended[kind]]
+    return (
+        f"{1e6 * statistics.median(seconds):.0f} us (it had ended in {statistics.mean(ended):.0%})"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=80)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=128)
@@ -170,17 +223,16 @@ def main() -> None:
         results = pool.run(time_steps, shape, arguments.pairs, world_size=LAYOUT.world_size)
     of_last = next(times for times in results if times.is_last_stage)
     seconds, until_all = of_last.steps, of_last.until_all
-    waits = [
-        f"{1e6 * statistics.median([s for times in stage for s in times.waits]):.0f} us (it had "
-        f"ended in {statistics.mean([e for times in stage for e in times.has_ended]):.0%})"
-        for stage in ([t for t in results if t.is_last_stage is last] for last in (True, False))
-    ]
     rows = []
-    for kind in (HAND, PLUGIN, CHECKED):
+    for kind in KINDS:
         ratios = [ratio_text(times[kind], times[HAND]) for times in (seconds, until_all)]
         texts = ["1", "1", ""] if kind == HAND else [*ratios, f"at most {TARGET}"]
-        rows.append([kind, f"{milliseconds(seconds[kind])} ms", *texts])
+        own = f"{milliseconds(of_last.inside[kind])} ms"
+        rows.append([kind, f"{milliseconds(seconds[kind])} ms", *texts, own])
     header = ["step", "median", "ratio (95 % interval)", "ratio until all ranks are done", "target"]
+    header.append("processor time of loss and plugin")
+    own = statistics.median(of_last.inside[PLUGIN]) - statistics.median(of_last.inside[HAND])
+    share = own / statistics.median(seconds[HAND])
     low, high = ratio_interval(seconds[PLUGIN], seconds[HAND])
     spread = statistics.quantiles(seconds[HAND], n=10)
     publish(
@@ -189,7 +241,7 @@ def main() -> None:
         f"The bench's GPT (4 layers, hidden {shape.hidden}, vocabulary {shape.vocab}, float32) in "
         "the real Megatron-Core schedule and DDP, PP=2, D=2, M=8 microbatches of "
         f"[{shape.rows}, {shape.width}], on four gloo ranks of one thread. Each of "
-        f"{arguments.pairs} rounds runs the three steps in another order; the clock is that of a "
+        f"{arguments.pairs} rounds runs the four steps in another order; the clock is that of a "
         "last stage, from a barrier to the schedule's return, `begin_step` included, and then "
         "to a second barrier. The "
         "hand-written loss is `(losses * mask).sum() / num_tokens`, with `num_tokens` known "
@@ -197,11 +249,19 @@ def main() -> None:
         + markdown_table(header, rows)
         + f"\n\nThe hand-written step itself lies between {1e3 * spread[0]:.0f} and "
         f"{1e3 * spread[-1]:.0f} ms in 80 % of the rounds; four ranks share the processor's cores. "
-        f"To three digits the plugin's interval is {low:.3f} to {high:.3f}.\n\n"
+        f"To three digits the plugin's interval is {low:.3f} to {high:.3f}. The last column is "
+        "the processor time of the last stage's own thread inside the loss, forward, and inside "
+        f"`begin_step`, the iterators and `loss_func`: the plugin adds {1e3 * own:.1f} ms, "
+        f"{share:.1%} of the step. Where the ratio shows more, it is what the other ranks do on "
+        "the same two cores, the backward pass, and the all-reduce's own threads.\n\n"
         "Waiting for the all-reduce of the counts where a stage first needs them, median: "
-        f"{waits[0]} on the last stage, whose first microbatch comes after the other stage's first "
-        f"forward pass; {waits[1]} on the first stage, which takes a microbatch with its weights "
-        "at once.",
+        f"{waiting(results, PLUGIN, last=True)} on the last stage, whose first microbatch comes "
+        f"after the other stage's first forward pass; {waiting(results, PLUGIN, last=False)} on "
+        "the first stage, which takes a microbatch with its weights at once. If that is begun "
+        "before the step before it runs (`begin_step` communicates and returns, so it may be "
+        "called as soon as the next microbatches are there), the first stage waits "
+        f'{waiting(results, AHEAD, last=False)}. With `denominators="deferred"` nothing is '
+        "needed before gradients are finalized.",
         write=arguments.write,
     )
 

@@ -63,9 +63,11 @@ class LossAggregator:
         denominators: "counted" counts the step before its first microbatch; "deferred" divides when
             gradients are finalized, for a `wrap`ped stream whose step is not complete when it
             begins (see `deferred`).
-        compile: run `loss_fn`, its metrics and the sums of a microbatch through `torch.compile`,
-            once per family of shapes (see `compiled`). Where that fails, for want of a C++ compiler
-            or at a `loss_fn` that cannot be traced, a warning says so and they run as without it.
+        compile: run `loss_fn` (or those of `terms`), metrics and sums of a microbatch through
+            `torch.compile`, once per family of shapes, with the gradient in the same pass where
+            outputs are numbers per token (see `compiled`). A `loss_fn` beside `terms` stays
+            outside. Where it fails, for want of a C++ compiler or at a `loss_fn` that cannot be
+            traced, a warning says so and they run as without it.
 
     Raises:
         ValueError: an unknown option, or L missing or not above zero.
@@ -167,7 +169,8 @@ class LossAggregator:
     ) -> Step:
         """Plan a step: starts one all-reduce of 256 bytes over the data-parallel group.
 
-        It does not wait for it. With `counts`, which all ranks pass or none, nothing is
+        It does not wait for it: the first weights do, so a call before the step ahead of it runs
+        hides the all-reduce on every stage. With `counts`, which all ranks pass or none, nothing is
         communicated. Every rank that holds data calls it with its own microbatches; a rank without
         data (middle pipeline stages, tensor-parallel ranks that get theirs by broadcast) passes
         None and the number its schedule runs.

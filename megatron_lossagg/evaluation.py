@@ -75,8 +75,9 @@ class Reported(NamedTuple):
     extremes: Tensor
 
     def with_total(self, total: Tensor) -> Tensor:
-        """The total before the sums, [1 + n], without a graph."""
-        return torch.cat([total.detach().to(self.sums.dtype).view(1), self.sums])
+        """The total before the sums, a copy [1 + n] without a graph."""
+        first = total.detach().to(self.sums.dtype).view(1)
+        return torch.cat([first, self.sums]) if self.sums.shape[0] > 0 else first.clone()
 
 
 class Evaluation:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megatron_lossagg.errors import LossAggError, keys_or_type
 
+_select = torch.ops.aten.hardshrink_backward.default
+
 
 def where_nonzero(values: Tensor, weights: Tensor) -> Tensor:
     """`values` where `weights` is not 0, exactly 0 elsewhere, whatever the values are there.
@@ -24,7 +26,7 @@ def where_nonzero(values: Tensor, weights: Tensor) -> Tensor:
         return torch.where(weights != 0, values, torch.zeros_like(values))
     # The backward of hardshrink(x, 0) is this selection, and the only one that is vectorised on a
     # CPU: a comparison that gives a bool, or `where` with a scalar, takes several times as long.
-    return torch.ops.aten.hardshrink_backward(values, weights, 0)
+    return _select(values, weights, 0)
 
 
 def masked_weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
@@ -41,7 +43,7 @@ def masked_weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     Returns:
         S, shape [], in at least float32.
     """
-    weights = weights.detach()
+    weights = weights.detach() if weights.requires_grad else weights
     if torch.compiler.is_compiling():
         return _weighted_sum(losses, weights)
     total: Tensor = _MaskedWeightedSum.apply(losses, weights)
@@ -49,10 +51,11 @@ def masked_weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
 
 
 def _weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(losses.dtype, weights.dtype), torch.float32)
-    weights = weights.to(dtype)
+    if not losses.dtype == weights.dtype == torch.float32:
+        dtype = torch.promote_types(torch.promote_types(losses.dtype, weights.dtype), torch.float32)
+        losses, weights = losses.to(dtype), weights.to(dtype)
     # In place: the selection is a tensor of its own, and another would be one more to allocate.
-    return where_nonzero(losses.to(dtype), weights).mul_(weights).sum()
+    return where_nonzero(losses, weights).mul_(weights).sum()
 
 
 class _MaskedWeightedSum(torch.autograd.Function):
@@ -71,7 +74,8 @@ class _MaskedWeightedSum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Times the weights, which are 0 where the loss does not count."""
         [weights] = ctx.saved_tensors
-        return (gradient * weights).to(ctx.dtype), None
+        of_losses: Tensor = gradient * weights
+        return of_losses if of_losses.dtype == ctx.dtype else of_losses.to(ctx.dtype), None
 
 
 def weights_of(microbatch: Mapping[str, Any], weights_key: str) -> Tensor:

@@ -51,7 +51,8 @@ class PassRecord:
     def add_loss_call(self, weights: Sequence[Tensor]) -> None:
         """Note a call of `loss_func`; no value is read."""
         self.num_loss_calls += 1
-        self.weight_sums.append(torch.stack([w.sum(dtype=torch.float64) for w in weights]))
+        sums = [w.sum(dtype=torch.float64) for w in weights]
+        self.weight_sums.append(torch.stack(sums) if len(sums) > 1 else sums[0].view(1))
         for w in weights:
             self.coarsest_eps = max(self.coarsest_eps, torch.finfo(w.dtype).eps)
 

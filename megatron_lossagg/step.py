@@ -160,30 +160,40 @@ class Step:
             self.start_pass()
         self._record.add_loss_call(weights)
 
+        values = sums.values if contract.cp_copies == 1 else sums.values / contract.cp_copies
+        num_tokens = (
+            self._num_tokens(weights[0], sums.total) if contract.returns_num_tokens else None
+        )
         if contract.regime == "R3":
-            num_tokens = (weights[0] != 0).sum(dtype=torch.int32)
-            # A token is counted once over context-parallel ranks.
-            if contract.cp_copies > 1 and context.groups.cp_rank > 0:
-                num_tokens = torch.zeros_like(num_tokens)
-            denominator = num_tokens.to(sums.values.dtype)
+            assert num_tokens is not None
+            denominators = num_tokens.to(values.dtype).expand_as(values)
         else:
-            # R2: the schedule divides by what is returned here, so it is 1.
-            num_tokens = torch.ones_like(sums.total, dtype=torch.int32)
             share = 1.0 / (self.num_microbatches * context.groups.dp_cp_size)
-            denominator = torch.full((), share, dtype=sums.values.dtype, device=weights[0].device)
-        values = sums.values / contract.cp_copies
-        packed = torch.stack([values, denominator.expand_as(values)], dim=1)
+            denominators = torch.full_like(values, share)
+        packed = torch.stack([values, denominators], dim=1)
         report = MicrobatchReport(context.objective.sum_names, packed, sums.extremes)
         self._record.reports.append(packed)
         if non_loss_data:
             return report
         loss = sums.total * contract.loss_factor(self.num_microbatches)
-        self._record.returned.append((loss.detach().clone(), loss.detach()))
-        if contract.returns_num_tokens:
-            if contract.regime == "R3" and loss.requires_grad:
-                self._record.num_tokens.append(num_tokens)
-            return loss, num_tokens, report
-        return loss, report
+        returned = loss.detach()  # an alias
+        self._record.returned.append((returned.clone(), returned))
+        if num_tokens is None:
+            return loss, report
+        if contract.regime == "R3" and loss.requires_grad:
+            self._record.num_tokens.append(num_tokens)
+        return loss, num_tokens, report
+
+    def _num_tokens(self, weights: Tensor, total: Tensor) -> Tensor:
+        """What the schedule divides by, int32 []: 1 in R2, the valid tokens in R3."""
+        context = self._context
+        if context.contract.regime != "R3":
+            return torch.ones_like(total, dtype=torch.int32)
+        num_tokens = (weights != 0).sum(dtype=torch.int32)
+        # A token is counted once over context-parallel ranks.
+        if context.contract.cp_copies > 1 and context.groups.cp_rank > 0:
+            return torch.zeros_like(num_tokens)
+        return num_tokens
 
     def divide_reports(self, gradient_factor: float) -> None:
         """Multiply what `loss_func` reported by the factor that gradients got, in place."""

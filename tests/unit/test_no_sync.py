@@ -14,7 +14,7 @@ from one_process import make_aggregator, make_microbatch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lossagg import LossTerm
+from megatron_lossagg import LossTerm, compiled
 from megatron_lossagg.modes import mode_names
 
 # Operators that give the host a value, or a shape that depends on values.
@@ -193,6 +193,22 @@ def test_recorded_operators_serve_other_steps(mode, regime):
             assert torch.equal(found, value)
         losses.add(float(expected[0]))
     assert len(losses) > 1
+
+
+def test_a_compiled_loss_serves_other_steps(monkeypatch):
+    """The same buffers, refilled for each step, through one compiled callable."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    first, *others = [step_of("R1", mask, compile=True) for mask in MASKS]
+    keys, buffers = buffers_of(first)
+    function = outcome(first, keys)
+    for step, mask in zip((first, *others), MASKS, strict=True):
+        _, tensors = buffers_of(step)
+        expected = outcome(step_of("R1", mask), keys)(*tensors)
+        with torch.no_grad():
+            for buffer, tensor in zip(buffers, tensors, strict=True):
+                buffer.copy_(tensor)
+        for found, value in zip(function(*buffers), expected, strict=True):
+            torch.testing.assert_close(found, value, rtol=1e-14, atol=0)
 
 
 @pytest.mark.gpu
