@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections import defaultdict
+import sys
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -152,50 +152,25 @@ def verls(batch: dict[str, Any]) -> Callable[[], list[float]]:
 
 
 def trls(batch: dict[str, Any]) -> Callable[[], list[float]]:
-    """TRL's `GRPOTrainer._compute_loss`, with an object that has what it reads of its trainer.
+    """TRL's `GRPOTrainer._compute_loss`, with an object that has what it reads of its trainer."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
+    from trl_stand_in import load_trl_loss
 
-    It also means the entropies and gathers its metrics over processes: here zeros, and one process.
-    """
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    log_probs, mask = batch["log_probs"], batch["loss_mask"]
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(delta=DUAL_CLIP, use_bias_correction_kl=False, steps_per_generation=1),
-        loss_type="dapo",
-        importance_sampling_level="token",
-        epsilon_low=CLIP,
-        epsilon_high=CLIP,
-        beta=KL_COEFFICIENT,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        use_vllm=False,
-        vllm_importance_sampling_correction=False,
-        aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
-        model=SimpleNamespace(training=True),
-        current_gradient_accumulation_steps=1,
-        accelerator=SimpleNamespace(
-            num_processes=1, reduce=lambda t, reduction: t, gather=lambda t: t
-        ),
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, entropies, None),
-    )
-    entropies = torch.zeros_like(log_probs)
-    inputs = {
-        "prompt_ids": mask[:, :1],
-        "prompt_mask": mask[:, :1],
-        "completion_ids": mask,
-        "completion_mask": mask,
-        "advantages": batch["advantages"][:, 0],
-        "old_per_token_logps": batch["old_log_probs"],
-        "ref_per_token_logps": batch["ref_log_probs"],
-        "num_items_in_batch": torch.tensor(batch["num_tokens"]),
+    compute = load_trl_loss()
+    options = {
+        "loss_type": "dapo",
+        "low": CLIP,
+        "high": CLIP,
+        "delta": DUAL_CLIP,
+        "beta": KL_COEFFICIENT,
+        "ref": batch["ref_log_probs"],
+        "num_items": torch.tensor(batch["num_tokens"]),
     }
 
     def run() -> list[float]:
-        loss = GRPOTrainer._compute_loss(trainer, None, inputs)
+        old, advantages = batch["old_log_probs"], batch["advantages"]
+        loss = compute(batch["log_probs"], old, advantages, batch["loss_mask"], **options)
         loss.backward()
-        trainer._metrics.clear()
         return [float(loss.detach())]
 
     return run

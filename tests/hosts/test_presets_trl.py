@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from host_losses import skip_without
 from preset_batch import NUM_MICROBATCHES, NUM_RANKS, PresetBatch
 from trl_stand_in import load_trl_loss
 
@@ -27,6 +28,7 @@ PRESETS = {  # preset -> TRL's loss_type
 
 @pytest.fixture(scope="module")
 def trl_loss():
+    skip_without("trl", "trl==1.16.0")
     return load_trl_loss()
 
 

@@ -6,15 +6,14 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
-from host_losses import skip_without
 
 
 def load_trl_loss():
-    """A function of log-probs, old ones, advantages and mask; skips where TRL is not installed.
+    """A function of log-probs, old ones, advantages and mask, from TRL as installed.
 
     Its options: `loss_type`, `num_items`, `accumulation`, `num_processes`, `max_length`, bounds.
+    It also means entropies, here zeros, and gathers metrics over processes, here of one.
     """
-    skip_without("trl", "trl==1.16.0")
     from trl.experimental.gmpo import GMPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -26,7 +25,7 @@ def load_trl_loss():
             sapo_temperature_neg=1.7,
             steps_per_generation=options.get("accumulation", 1),
         )
-        loss_type = options["loss_type"]
+        loss_type, zero = options["loss_type"], x.new_zeros(())
         trainer = SimpleNamespace(
             args=args,
             loss_type="grpo" if loss_type == "gmpo" else loss_type,
@@ -49,7 +48,7 @@ def load_trl_loss():
                 gather=lambda t: t,
             ),
             _metrics=defaultdict(lambda: defaultdict(list)),
-            _get_per_token_logps_and_entropies=lambda *_, **__: (x, torch.zeros_like(x), None),
+            _get_per_token_logps_and_entropies=lambda *_, **__: (x, zero.expand_as(x), None),
         )
         inputs = {
             "prompt_ids": mask[:, :1],
