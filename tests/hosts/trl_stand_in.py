@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from types import SimpleNamespace
 
-import torch
-
 
 def load_trl_loss():
     """A function of log-probs, old ones, advantages and mask, from TRL as installed.
