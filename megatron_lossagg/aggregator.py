@@ -17,7 +17,7 @@ from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.measure import Measurement
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.objective import LossFn, make_objective
-from megatron_lossagg.plan import Microbatch, WeightPlan
+from megatron_lossagg.plan import Microbatch, WeightPlan, check_microbatches
 from megatron_lossagg.schedule import ScheduleContract
 from megatron_lossagg.settings import Settings
 from megatron_lossagg.step import Step
@@ -216,23 +216,7 @@ class LossAggregator:
                     "microbatches whose masks are all 0."
                 )
             return Step(context, None, resolve_num_microbatches(num_microbatches), given)
-        if not isinstance(microbatches, Sequence) or isinstance(microbatches, str | bytes):
-            raise TypeError(
-                f"begin_step expects a list of microbatches, got {type(microbatches).__name__}. "
-                "For an iterator that a trainer owns, use aggregator.wrap(iterator, "
-                "num_microbatches=...)."
-            )
-        if len(microbatches) == 0:
-            raise ValueError(
-                "begin_step got an empty list. A rank without sequences passes microbatches whose "
-                "masks are all 0 (the schedule needs them); a rank without data passes None and "
-                "num_microbatches."
-            )
-        if num_microbatches is not None and num_microbatches != len(microbatches):
-            raise ValueError(
-                f"begin_step got {len(microbatches)} microbatches but num_microbatches="
-                f"{num_microbatches}; leave num_microbatches out or make them equal."
-            )
+        check_microbatches(microbatches, num_microbatches)
         options = self._settings.weight_options(context.contract)
         plan = WeightPlan(microbatches, options, context.groups, given, num_units)
         return Step(context, plan, len(microbatches))

@@ -214,6 +214,27 @@ def without_counting_keys(microbatch: Microbatch) -> dict[str, Any]:
     return {k: v for k, v in microbatch.items() if k not in COUNTING_KEYS}
 
 
+def check_microbatches(microbatches: Any, num_microbatches: int | None) -> None:
+    """Raise unless it is a list of at least one microbatch, and of so many if a number is given."""
+    if not isinstance(microbatches, Sequence) or isinstance(microbatches, str | bytes):
+        raise TypeError(
+            f"begin_step expects a list of microbatches, got {type(microbatches).__name__}. "
+            "For an iterator that a trainer owns, use aggregator.wrap(iterator, "
+            "num_microbatches=...)."
+        )
+    if len(microbatches) == 0:
+        raise ValueError(
+            "begin_step got an empty list. A rank without sequences passes microbatches whose "
+            "masks are all 0 (the schedule needs them); a rank without data passes None and "
+            "num_microbatches."
+        )
+    if num_microbatches is not None and num_microbatches != len(microbatches):
+        raise ValueError(
+            f"begin_step got {len(microbatches)} microbatches but num_microbatches="
+            f"{num_microbatches}; leave num_microbatches out or make them equal."
+        )
+
+
 def check_microbatch(microbatch: Any, index: int, options: WeightOptions) -> None:
     """Raise on a microbatch that cannot be planned."""
     if not isinstance(microbatch, Mapping):
