@@ -64,8 +64,9 @@ def count_rows(masks: Sequence[Tensor]) -> tuple[Tensor, Tensor | int]:
 
 
 def _is_integers_on_cpu(mask: Tensor) -> bool:
-    is_integer = mask.dtype != torch.bool and not mask.is_floating_point()
-    return is_integer and mask.device.type == "cpu"
+    # Other unsigned ones have no minimum and maximum on the CPU.
+    dtypes = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    return mask.dtype in dtypes and mask.device.type == "cpu"
 
 
 def _count_integers(masks: list[Tensor]) -> list[Tensor]:

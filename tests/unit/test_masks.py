@@ -9,6 +9,7 @@ from megatron_lossagg import masks as masks_module
 from megatron_lossagg.masks import count_rows
 
 DTYPES = [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float32, torch.float64]
+DTYPES.append(torch.uint16)  # of which the CPU knows no minimum
 
 
 @pytest.mark.parametrize("max_values", [1, 7, 64, 2**18])
@@ -43,6 +44,8 @@ def test_rows_are_counted_as_one_by_one(max_values, monkeypatch):
         (1e-300, torch.float64),
         (0.5, torch.bfloat16),
         (16, torch.int8),
+        (2, torch.uint16),
+        (2**32 - 1, torch.uint32),
         (2, torch.int64),
         (2**32, torch.int64),
         (2**32 + 1, torch.int64),
