@@ -191,4 +191,6 @@ def _extreme(value: Tensor, weights: Tensor, normaliser: str) -> Tensor:
     """The largest counted value, or minus the smallest; -inf if none counts."""
     signed = value if normaliser == "max" else -value
     lowest = torch.full((), -float("inf"), dtype=signed.dtype, device=signed.device)
+    if signed.numel() == 0:
+        return lowest
     return torch.where(weights != 0, signed, lowest).max()
