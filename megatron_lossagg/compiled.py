@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ class CompiledSums:
         self._coefficients: dict[tuple[tuple[float, ...], torch.device], tuple[Tensor, ...]] = {}
         self.compiled_ways: list[Way] = [self.in_one_pass, self.in_two_passes]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy compiles anew: graphs belong to the `loss_fn` that they were made of."""
+        return CompiledSums, (self._evaluation,)
+
     def __call__(
         self,
         output: Any,
@@ -73,7 +78,10 @@ class CompiledSums:
             sums = self._evaluation.sums_of(*arguments)
         # Only now, as they were faults of compiling: what runs in no way does not get here.
         for way, reason in failures:
-            self.compiled_ways.remove(way)
+            # A new list, as other threads may go over the old one.
+            remaining = self.compiled_ways
+            if way in remaining:
+                self.compiled_ways = remaining[remaining.index(way) + 1 :]
             _LOGGER.info("Evaluating the loss %s does not work: %s", way.__name__, reason)
         if failures and not self.compiled_ways:
             reason = failures[-1][1]
@@ -106,16 +114,21 @@ class CompiledSums:
     ) -> Sums:
         """One graph, whose gradients the backward pass multiplies by what comes from above."""
         leaves = pytree.tree_leaves(output)
-        with torch.no_grad():
-            total, values, extremes, gradients = self._compiled_with_gradients(
+        # torch.func.grad turns these hooks off, and leaves them so where compiling it fails midway.
+        without_hooks = torch.autograd.graph.disable_saved_tensors_hooks("compile=True is at work.")
+        with torch.no_grad(), without_hooks:
+            total, values, extremes, gradients, depends = self._compiled_with_gradients(
                 pytree.tree_map(Tensor.detach, output),
                 tuple(leaf.requires_grad for leaf in leaves),
                 microbatch,
                 weights,
                 self._on_device(coefficients, weights[0].device),
             )
-        differentiated = [leaf for leaf in leaves if leaf.requires_grad]
-        total = _WithGradients.apply((total, gradients), *differentiated)
+        # Without a graph where plain Python gives none, so that a backward pass raises there, too.
+        counted = [d for d, c in zip(depends, coefficients, strict=True) if c != 0] or depends[:1]
+        if any(counted):
+            differentiated = [leaf for leaf in leaves if leaf.requires_grad]
+            total = _WithGradients.apply((total, gradients), *differentiated)
         return Sums(total, values, extremes)
 
     def _with_gradients(
@@ -125,26 +138,38 @@ class CompiledSums:
         microbatch: Mapping[str, Any],
         weights: tuple[Tensor, ...],
         coefficients: tuple[Tensor, ...],
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Total, values and extremes as of `Sums`, and the total's gradients that are needed."""
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[bool]]:
+        """Total, values and extremes as of `Sums`, the gradients that are needed of the total.
+
+        And for every term whether it depends on the output at all.
+        """
+        leaves, structure = pytree.tree_flatten(output)
+        inputs = [leaf for leaf, needed in zip(leaves, is_needed, strict=True) if needed]
         found: list[TermSums] = []
         parts: list[Tensor] = []
         gradients: list[list[Tensor]] = []
+        depends: list[bool] = []
         for index, coefficient in enumerate(coefficients):
 
-            def partial_sum(output: Any, index: int = index) -> tuple[Tensor, TermSums]:
+            def partial_sum(inputs: list[Tensor], index: int = index) -> tuple[Tensor, TermSums]:
+                # As views: torch.compile takes the inputs of torch.func.grad themselves for tensors
+                # without gradients, and traces an autograd.Function of them without its backward.
+                given = iter([leaf.view_as(leaf) for leaf in inputs])
+                by_leaf = zip(leaves, is_needed, strict=True)
+                merged = [next(given) if needed else leaf for leaf, needed in by_leaf]
+                output = pytree.tree_unflatten(merged, structure)
                 sums = self._evaluation.of_term(index, output, microbatch, weights)
+                depends.append(sums.partial_sum.requires_grad)
                 return sums.partial_sum, sums
 
-            gradient, (value, sums) = torch.func.grad_and_value(partial_sum, has_aux=True)(output)
+            gradient, (value, sums) = torch.func.grad_and_value(partial_sum, has_aux=True)(inputs)
             found.append(sums)
             parts.append(_times(coefficient, value))
-            gradients.append([_times(coefficient, leaf) for leaf in pytree.tree_leaves(gradient)])
+            gradients.append([_times(coefficient, leaf) for leaf in gradient])
         total = torch.stack(parts).sum()
         reported = self._evaluation.reported(found, weights[0].device)
-        by_leaf = zip(is_needed, *gradients, strict=True)
-        needed = [sum(of_terms[1:], of_terms[0]) for is_needed, *of_terms in by_leaf if is_needed]
-        return total, reported.with_total(total), reported.extremes, needed
+        of_total = [sum(of_terms[1:], of_terms[0]) for of_terms in zip(*gradients, strict=True)]
+        return total, reported.with_total(total), reported.extremes, of_total, depends
 
     def _on_device(
         self, coefficients: tuple[float, ...], device: torch.device
@@ -155,10 +180,12 @@ class CompiledSums:
         Not []: torch then compiles twice, in search of a Python number.
         """
         key = (coefficients, device)
-        if key not in self._coefficients:
+        found = self._coefficients.get(key)  # another thread may replace the dict
+        if found is None:
             on_device = partial(torch.full, (1,), dtype=torch.float64, device=device)
-            self._coefficients = {key: tuple(on_device(c) for c in coefficients)}
-        return self._coefficients[key]
+            found = tuple(on_device(c) for c in coefficients)
+            self._coefficients = {key: found}
+        return found
 
 
 def _times(coefficient: Tensor, value: Tensor) -> Tensor:
@@ -202,8 +229,17 @@ class _WithGradients(torch.autograd.Function):
         return (None, *(upstream * gradient for gradient in ctx.saved_tensors))
 
 
-def _compile(function: Callable[..., Any], backend: Any = None) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True, fullgraph=True, backend=backend or BACKEND)
+def _compile(method: Any, backend: Any = None) -> Callable[..., Any]:
+    # torch counts graphs per code object and stops at 8, so every aggregator gets its own.
+    function = method.__func__
+    code, name = function.__code__.replace(), function.__name__
+    copied = FunctionType(code, function.__globals__, name, function.__defaults__)
+    return torch.compile(
+        MethodType(copied, method.__self__),
+        dynamic=True,
+        fullgraph=True,
+        backend=backend or BACKEND,
+    )
 
 
 def _without_other_gradients(graph: Any, inputs: Sequence[Any]) -> Any:

@@ -6,8 +6,11 @@ plain autograd.
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import shutil
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -274,6 +277,132 @@ def test_other_outputs_take_two_passes(counter, recwarn, name, output_of, loss_f
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
 
+class Squared(torch.autograd.Function):
+    """x^2 with a gradient that is not that of its forward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        [x] = ctx.saved_tensors
+        return gradient * 7 * x
+
+
+@pytest.mark.parametrize("kind", ["of the output", "of a part"])
+def test_a_function_with_a_backward_pass_of_its_own(counter, kind):
+    """It is used, also where the function gets the output itself."""
+    output_of = {"of a part": lambda x: {"a": x.sin(), "b": x}}.get(kind)
+    loss_fn = {
+        "of the output": lambda output, _: Squared.apply(output),
+        "of a part": lambda output, _: Squared.apply(output["a"]) * output["b"],
+    }[kind]
+    made, plain = make_aggregator(loss_fn=loss_fn, compile=True), make_aggregator(loss_fn=loss_fn)
+    assert_same(made, plain, microbatch_of(3, 8, masked=1.0), output_of=output_of)
+    assert ways_of(made) == BOTH_WAYS
+
+
+def test_what_needs_a_gradient_is_told_to_loss_fn(counter):
+    """A loss_fn that asks sees what it would see uncompiled."""
+
+    def loss_fn(output, _):
+        losses, other = output
+        return losses * (2 if losses.requires_grad else 3) * (5 if other.requires_grad else 7)
+
+    made, plain = make_aggregator(loss_fn=loss_fn, compile=True), make_aggregator(loss_fn=loss_fn)
+    microbatch = microbatch_of(3, 8, masked=1.0)
+    assert_same(made, plain, microbatch, output_of=lambda losses: (losses, losses.detach()))
+    assert ways_of(made) == BOTH_WAYS
+
+
+def test_a_loss_that_does_not_depend_on_the_output_has_no_graph(counter):
+    """So that the backward pass raises as it does uncompiled, and no gradient of zeros is made."""
+    terms = [
+        LossTerm("detached", lambda output, _: output.detach(), "token-mean"),
+        LossTerm("other", lambda output, _: output, "token-mean", coefficient=lambda i: float(i)),
+    ]
+    microbatch = microbatch_of(3, 8, masked=1.0)
+    for options in ({"compile": True}, {}):
+        made = make_aggregator(None, loss_fn=None, terms=terms, **options)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            values_and_gradient(made, microbatch, iteration=0)
+        _, gradient = values_and_gradient(made, microbatch, iteration=1)
+        assert gradient.abs().sum() > 0
+
+
+def test_a_failure_midway_leaves_torch_as_it_was(counter):
+    """Checkpointing works in loss_fn, which one pass cannot do, and anywhere else afterwards."""
+
+    def checkpointed(x):
+        return torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False)
+
+    made = make_aggregator(loss_fn=lambda output, _: checkpointed(output) * output, compile=True)
+    plain = make_aggregator(loss_fn=lambda output, _: output.exp() * output)
+    assert_same(made, plain, microbatch_of(3, 8, masked=1.0))
+    assert ways_of(made) == ["in_two_passes"]
+    checkpointed(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def test_aggregators_do_not_share_a_number_of_graphs(counter, recwarn):
+    """torch stops at 8 graphs per code object; lowered here."""
+    microbatch = microbatch_of(3, 8, masked=1.0)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for factor in (2.0, 3.0):
+            made = make_aggregator(loss_fn=lambda o, _, f=factor: o * f, compile=True)
+            values_and_gradient(made, microbatch)
+            assert ways_of(made) == BOTH_WAYS
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+
+
+class Scaled:
+    factor = 1.0
+
+    def __call__(self, output, microbatch):
+        return output * self.factor
+
+
+def test_a_copy_has_the_loss_fn_of_the_copy(counter):
+    """It can be pickled, and what changes in the original does not reach a copy."""
+    loss_fn, microbatch = Scaled(), microbatch_of(3, 8, masked=1.0)
+    made = make_aggregator(loss_fn=loss_fn, compile=True)
+    plain = make_aggregator(loss_fn=Scaled())
+    copied = copy.deepcopy(made)
+    loss_fn.factor = 5.0
+    assert isinstance(pickle.loads(pickle.dumps(made)), type(made))
+    assert_same(copied, plain, microbatch)
+
+
+@pytest.mark.filterwarnings("ignore:loss_fn of LossAggregator could not be compiled")
+def test_threads_that_find_out_together_that_compiling_fails():
+    """None of them raises."""
+    made = make_aggregator(loss_fn=lambda o, _: o if o.sum() > 0 else -o, compile=True)
+    step = made.begin_step([microbatch_of(3, 8, masked=1.0)])
+    [planned], failures, barrier = step.microbatches, [], threading.Barrier(4)
+
+    def call():
+        barrier.wait()
+        try:
+            step.loss_func(planned, planned["losses"])
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and ways_of(made) == []
+
+
+def test_an_extreme_value_of_no_token():
+    """A microbatch without positions has a maximum, too: that of nothing."""
+    microbatch = microbatch_of(3, 0)
+    values, _ = values_and_gradient(aggregator(), microbatch)
+    assert values["loss"] == 0 and math.isnan(values["largest"])
+
+
 def test_without_gradients_there_is_no_gradient(counter):
     """An evaluation makes none; its values are the same."""
     made, plain, microbatch = aggregator(compile=True), aggregator(), microbatch_of(3, 8)
@@ -331,14 +460,24 @@ def test_a_compiler_that_fails_leaves_plain_python(monkeypatch):
         assert values == expected and torch.equal(gradient, plain)
 
 
-def test_a_loss_fn_that_cannot_be_traced_runs_in_python():
+@pytest.mark.parametrize("kind", ["values", "logits"])
+def test_a_loss_fn_that_cannot_be_traced_runs_in_python(kind):
     """A branch on data in loss_fn breaks the graph: a warning, and it works as without compile."""
-    made = make_aggregator(
-        loss_fn=lambda output, _: output if output.sum() > 0 else -output, compile=True
-    )
+
+    def loss_fn(output, _):
+        losses = output if kind == "values" else output[..., 0]
+        return losses if losses.sum() > 0 else -losses
+
+    made = make_aggregator(loss_fn=loss_fn, compile=True)
+    microbatch = microbatch_of(2, 3, masked=1.0)
     with pytest.warns(RuntimeWarning, match="loss_fn of LossAggregator could not be compiled"):
-        values, _ = values_and_gradient(made, microbatch_of(2, 3) | {"loss_mask": torch.ones(2, 3)})
-    assert math.isnan(values["loss"])
+        assert_same(
+            made,
+            make_aggregator(loss_fn=loss_fn),
+            microbatch,
+            output_of=None if kind == "values" else lambda losses: losses[..., None],
+        )
+    assert ways_of(made) == []
 
 
 def test_faults_of_the_function_are_its_own(counter, recwarn):
