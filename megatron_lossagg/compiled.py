@@ -35,7 +35,14 @@ class CompiledSums:
     tensors of a single row and for small ones (up to 4096 elements). In one pass coefficients are
     inputs of the graph, in two they stay outside: a schedule of them compiles nothing. Nothing is
     compiled before the first call. What fails is left for good for the next simpler way, with the
-    same numbers, and a warning tells where that is plain Python.
+    same numbers, and a warning tells where that is plain Python. So are more than 8 graphs, as of a
+    Python float that `loss_fn` reads and that changes: keep it in a tensor.
+
+    In one pass `loss_fn` gets views of the output: attributes of its tensors, their `.grad`, and
+    whether one is (`is`) another are lost on it. A part of the output that no loss uses gets a
+    gradient of zeros instead of None. What torch.compile itself treats differently stays so: a
+    0-dimensional float64 tensor on the CPU that `loss_fn` changes in place, `ctx.mark_dirty` on the
+    output, a collective on a tensor that is not detached.
 
     Numbers agree to rounding. On the CPU torch compiles expm1(x) as exp(x) - 1, so in float32 k3 of
     a small log ratio x is off by up to 6e-8, and by 6e-8 |x| uncompiled.
