@@ -21,10 +21,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_lossagg import (
     LossTerm,
-    compiled,
+    compiler,
     log_probs_and_entropy_from_logits,
     token_losses,
 )
+from megatron_lossagg.one_pass import OnePass
 
 NEEDS_COMPILER = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler"
@@ -42,7 +43,7 @@ def forget_graphs():
 def counter(monkeypatch):
     """Counts graphs; without a C++ compiler."""
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(compiled, "BACKEND", counter)
+    monkeypatch.setattr(compiler, "BACKEND", counter)
     return counter
 
 
@@ -100,12 +101,16 @@ def values_and_gradient(made, microbatch, iteration=1, output_of=None):
     return values, planned["losses"].grad
 
 
+def sums_of(made):
+    return made._settings.objective._sums_of
+
+
 def ways_of(made):
     """Which ways of compiling are still tried."""
-    return [way.__name__ for way in made._settings.objective._sums_of.compiled_ways]
+    return ["one pass" if isinstance(way, OnePass) else "two passes" for way in sums_of(made).ways]
 
 
-BOTH_WAYS = ["in_one_pass", "in_two_passes"]
+BOTH_WAYS = ["one pass", "two passes"]
 
 
 def assert_same(made, plain, microbatch, iteration=1, *, output_of=None):
@@ -202,7 +207,7 @@ def test_gradients_that_do_not_come_through_the_output(counter, recwarn, kind):
         _, gradient = values_and_gradient(made, microbatch)
         collected.append((gradient, source.grad.clone()))
         if compile:
-            assert ways_of(made) == ["in_two_passes"]
+            assert ways_of(made) == ["two passes"]
     for found, expected in zip(*collected, strict=True):
         assert expected.abs().sum() > 0
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
@@ -218,7 +223,7 @@ def test_a_parameter_that_comes_to_need_a_gradient(counter):
     assert ways_of(made) == BOTH_WAYS
     scale.requires_grad_(True)
     values_and_gradient(made, microbatch)
-    assert ways_of(made) == ["in_two_passes"]
+    assert ways_of(made) == ["two passes"]
     assert float(scale.grad) == pytest.approx(
         float(microbatch["losses"].detach()[microbatch["loss_mask"] == 1].mean()), rel=1e-13
     )
@@ -270,8 +275,7 @@ def test_other_outputs_take_two_passes(counter, recwarn, name, output_of, loss_f
     made, plain = make_aggregator(loss_fn=loss_fn, compile=True), make_aggregator(loss_fn=loss_fn)
     assert_same(made, plain, microbatch_of(3, 8, masked=1.0), output_of=output_of)
     calls = []
-    objective = made._settings.objective._sums_of
-    objective._compiled_with_gradients = lambda *args: calls.append(args)
+    sums_of(made)._one_pass._compiled = lambda *args: calls.append(args)
     assert_same(made, plain, microbatch_of(3, 8, masked=1.0), output_of=output_of)
     assert not calls and ways_of(made) == BOTH_WAYS and counter.frame_count == 1
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
@@ -341,7 +345,7 @@ def test_a_failure_midway_leaves_torch_as_it_was(counter):
     made = make_aggregator(loss_fn=lambda output, _: checkpointed(output) * output, compile=True)
     plain = make_aggregator(loss_fn=lambda output, _: output.exp() * output)
     assert_same(made, plain, microbatch_of(3, 8, masked=1.0))
-    assert ways_of(made) == ["in_two_passes"]
+    assert ways_of(made) == ["two passes"]
     checkpointed(torch.ones(2, requires_grad=True)).sum().backward()
 
 
@@ -448,7 +452,7 @@ def test_a_compiler_that_fails_leaves_plain_python(monkeypatch):
     def broken(graph, inputs):
         raise RuntimeError("no C++ compiler here")
 
-    monkeypatch.setattr(compiled, "BACKEND", broken)
+    monkeypatch.setattr(compiler, "BACKEND", broken)
     made, microbatch = aggregator(compile=True), microbatch_of(3, 8)
     with pytest.warns(RuntimeWarning, match="runs uncompiled .*no C") as caught:
         first = values_and_gradient(made, microbatch)
@@ -478,6 +482,19 @@ def test_a_loss_fn_that_cannot_be_traced_runs_in_python(kind):
             output_of=None if kind == "values" else lambda losses: losses[..., None],
         )
     assert ways_of(made) == []
+
+
+def test_memory_that_runs_out_is_no_fault_of_compiling(counter, monkeypatch):
+    """It is raised, as another way would only hide it, and compiling goes on."""
+    made = aggregator(compile=True)
+
+    def out_of_memory(*arguments):
+        raise torch.cuda.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.cuda.OutOfMemoryError):
+        patched.setattr(sums_of(made)._one_pass, "_compiled", out_of_memory)
+        values_and_gradient(made, microbatch_of(3, 8))
+    assert ways_of(made) == BOTH_WAYS
 
 
 def test_faults_of_the_function_are_its_own(counter, recwarn):

@@ -14,7 +14,7 @@ from one_process import make_aggregator, make_microbatch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lossagg import LossTerm, compiled
+from megatron_lossagg import LossTerm, compiler
 from megatron_lossagg.modes import mode_names
 
 # Operators that give the host a value, or a shape that depends on values.
@@ -197,7 +197,7 @@ def test_recorded_operators_serve_other_steps(mode, regime):
 
 def test_a_compiled_loss_serves_other_steps(monkeypatch):
     """The same buffers, refilled for each step, through one compiled callable."""
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiler, "BACKEND", "aot_eager")
     first, *others = [step_of("R1", mask, compile=True) for mask in MASKS]
     keys, buffers = buffers_of(first)
     function = outcome(first, keys)
