@@ -214,6 +214,21 @@ def test_gradients_that_do_not_come_through_the_output(counter, recwarn, kind):
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
 
+def test_a_compiler_that_is_switched_off():
+    """As by TORCH_COMPILE_DISABLE=1: gradients that do not come through the output, too."""
+    scale = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    microbatch, found = microbatch_of(3, 8, masked=1.0), []
+    for compile in (True, False):
+        scale.grad = None
+        made = make_aggregator(loss_fn=lambda output, _: output * scale, compile=compile)
+        with torch.compiler.set_stance("force_eager"):
+            _, gradient = values_and_gradient(made, microbatch)
+        found.append((gradient, scale.grad.clone()))
+    for compiled, expected in zip(*found, strict=True):
+        assert expected.abs().sum() > 0
+        torch.testing.assert_close(compiled, expected, rtol=1e-13, atol=0)
+
+
 def test_a_parameter_that_comes_to_need_a_gradient(counter):
     """Frozen at first, it is a constant; as soon as it isn't, it gets its gradient."""
     scale = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64), requires_grad=False)
