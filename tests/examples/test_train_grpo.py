@@ -177,9 +177,11 @@ def run_in_pool(rank_pool, tmp_path_factory):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"layout.pp": 1, "layout.dp": 1},
+        pytest.param({"layout.pp": 1, "layout.dp": 1}, marks=pytest.mark.conformance),
         {"layout.pp": 2, "layout.vpp": 2, "layout.dp": 2},
-        {"layout.pp": 2, "layout.tp": 2, "layout.dp": 1},
+        pytest.param(
+            {"layout.pp": 2, "layout.tp": 2, "layout.dp": 1}, marks=pytest.mark.conformance
+        ),
         {"layout.pp": 2, "layout.cp": 2, "layout.dp": 1},
     ],
     ids=lambda layout: " ".join(f"{k.removeprefix('layout.')}={v}" for k, v in layout.items()),

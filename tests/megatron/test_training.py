@@ -18,6 +18,8 @@ from megatron_lossagg.testing.reference import reference_gradient, reference_los
 from megatron_lossagg.testing.run import run_global_batch
 from megatron_lossagg.testing.tiny_gpt import TinyGPT
 
+LONG = pytest.mark.conformance  # `make conformance`
+
 NUM_STEPS = 20
 GPT = TinyGPT(num_layers=2, init_std=0.1)
 FIELDS = ("advantages", "old_log_probs")
@@ -93,13 +95,18 @@ def train_in_a_layout(layout, loss_agg_mode, options, per_token):
     return losses, whole_model_parameters(chunks)
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["R1", "R3"])
+NORM = {"loss_scale_factor": 16.0}
+
+
 @pytest.mark.parametrize(
-    ("loss_agg_mode", "options"),
+    ("loss_agg_mode", "options", "per_token"),
     [
-        ("token-mean", {}),
-        ("seq-mean-token-mean", {}),
-        ("seq-mean-token-sum-norm", {"loss_scale_factor": 16.0}),
+        pytest.param("token-mean", {}, False, marks=LONG),
+        pytest.param("token-mean", {}, True, id="token-mean-R3"),
+        pytest.param("seq-mean-token-mean", {}, False, id="seq-mean-token-mean-R1"),
+        pytest.param("seq-mean-token-mean", {}, True, marks=LONG),
+        pytest.param("seq-mean-token-sum-norm", NORM, False, marks=LONG),
+        pytest.param("seq-mean-token-sum-norm", NORM, True, marks=LONG),
     ],
 )
 def test_twenty_steps_end_at_the_same_parameters(rank_pool, loss_agg_mode, options, per_token):
@@ -143,6 +150,7 @@ def float64_token_mean(logits, rows):
     return reference_loss(policy_gradient_losses(logits, rows), rows["loss_mask"], "token-mean")
 
 
+@LONG
 def test_bfloat16_is_no_worse_than_a_naive_loss(rank_pool):
     """Over ten batches: the errors against float64, of J and of the gradient, are no larger."""
     layout = Layout(pp=2, dp=2, num_microbatches=4)
