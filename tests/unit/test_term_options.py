@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from compiled_objectives import aggregator, microbatch_of, values_and_gradient
 from one_process import fixture_f, make_microbatch, model_config, run_step
 
 from megatron_lossagg import (
@@ -315,3 +316,10 @@ def test_numbers_that_yaml_reads_as_text(tmp_path):
     )
     a, b = LossAggConfig.from_yaml(path).loss_terms({"a": losses, "b": losses})
     assert a.coefficient == b.coefficient_at(0) == 0.1
+
+
+def test_an_extreme_value_of_no_token():
+    """A microbatch without positions has a maximum, too: that of nothing."""
+    microbatch = microbatch_of(3, 0)
+    values, _ = values_and_gradient(aggregator(), microbatch)
+    assert values["loss"] == 0 and math.isnan(values["largest"])
