@@ -37,12 +37,13 @@ class Sums:
     Attributes:
         total: sum of c_k S_k, the part of the objective, shape [], with its graph.
         values: total and the sums of the report, detached, [num_sums].
-        extremes: maxima (minima negated) of this microbatch, detached, [num_extremes].
+        extremes: maxima (minima negated) of this microbatch, detached, [num_extremes]; None if
+            none are reported.
     """
 
     total: Tensor
     values: Tensor
-    extremes: Tensor
+    extremes: Tensor | None
 
     @classmethod
     def of(
@@ -57,7 +58,7 @@ class Sums:
         if total is None:  # all are 0: a loss that still has a graph to run backward through
             [first, *_] = partial_sums
             total = torch.where(torch.zeros_like(first, dtype=torch.bool), first, 0.0)
-        return cls(total, reported.with_total(total), reported.extremes)
+        return cls(total, *reported.with_total(total))
 
 
 class TermSums(NamedTuple):
@@ -69,15 +70,18 @@ class TermSums(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """What is reported beside the total, detached: [n] sums, [n] extreme values."""
+    """What is reported beside the total: sums and extreme values, shape [] each, detached."""
 
-    sums: Tensor
-    extremes: Tensor
+    sums: list[Tensor]
+    extremes: list[Tensor]
 
-    def with_total(self, total: Tensor) -> Tensor:
-        """The total before the sums, a copy [1 + n] without a graph."""
-        first = total.detach().to(self.sums.dtype).view(1)
-        return torch.cat([first, self.sums]) if self.sums.shape[0] > 0 else first.clone()
+    def with_total(self, total: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Values and extremes as of `Sums`: copies without a graph, in at least float32."""
+        values = [total.detach(), *self.sums]
+        dtype = torch.float32
+        for value in values:
+            dtype = torch.promote_types(dtype, value.dtype)
+        return _stack(values, dtype), _stack(self.extremes, dtype) if self.extremes else None
 
 
 class Evaluation:
@@ -128,7 +132,7 @@ class Evaluation:
     ) -> tuple[list[Tensor], Reported]:
         """S_k of every term with its graph, and what is reported."""
         found = [self.of_term(i, output, microbatch, weights) for i in range(self.num_terms)]
-        return [sums.partial_sum for sums in found], self.reported(found, weights[0].device)
+        return [sums.partial_sum for sums in found], self.reported(found)
 
     def of_term(
         self,
@@ -151,19 +155,13 @@ class Evaluation:
                 extremes[name] = _extreme(value, term_weights, self._normaliser[name])
         return TermSums(masked_weighted_sum(losses, term_weights), sums, extremes)
 
-    def reported(self, found: Sequence[TermSums], device: torch.device) -> Reported:
+    def reported(self, found: Sequence[TermSums]) -> Reported:
         """Put what the terms gave into the order of the report."""
         sums = [sums.partial_sum.detach() for sums in found] if self._report_terms else []
         by_name = {name: value for of_term in found for name, value in of_term.sums.items()}
         sums += [by_name[name] for name in self._sums]
         by_name = {name: value for of_term in found for name, value in of_term.extremes.items()}
-        dtype = torch.float32
-        for value in (*(of_term.partial_sum for of_term in found), *sums):
-            dtype = torch.promote_types(dtype, value.dtype)
-        return Reported(
-            _stack(sums, dtype, device),
-            _stack([by_name[name] for name in self._extremes], dtype, device),
-        )
+        return Reported(sums, [by_name[name] for name in self._extremes])
 
 
 def _losses_and_metrics(
@@ -180,10 +178,7 @@ def _losses_and_metrics(
     return losses, values
 
 
-def _stack(values: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One tensor [n], also of none."""
-    if not values:
-        return torch.empty(0, dtype=dtype, device=device)
+def _stack(values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack([value.to(dtype) for value in values])
 
 

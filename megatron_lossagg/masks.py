@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Values read together: few enough to stay in a cache between passes.
-_MAX_VALUES = 2**18
+# Values read together: few enough to stay in a cache between passes, many for the calls they need.
+_MAX_VALUES = 2**20
 # Masks of fewer values are put together first: two calls per mask would cost more.
 _MIN_VALUES = 2**12
 # A sum of ones in float32 is exact up to here.
@@ -46,8 +46,8 @@ def count_rows(masks: Sequence[Tensor]) -> tuple[Tensor, Tensor | int]:
     num_tokens: list[Tensor] = []
     num_bad: Tensor | int = 0
     for together in _of_one_width(masks):
-        if _is_integers_on_cpu(together[0]):
-            num_tokens += _count_integers(together)
+        if together[0].dtype == torch.int64 and together[0].device.type == "cpu":
+            num_tokens.append(_count_int64(together))
             continue
         values = _copied_as_floats(together)
         is_wide = values.shape[1] > _MAX_WIDTH_IN_FLOAT32
@@ -63,41 +63,34 @@ def count_rows(masks: Sequence[Tensor]) -> tuple[Tensor, Tensor | int]:
     return torch.cat(num_tokens).long(), num_bad
 
 
-def _is_integers_on_cpu(mask: Tensor) -> bool:
-    # Other unsigned ones have no minimum and maximum on the CPU.
-    dtypes = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    return mask.dtype in dtypes and mask.device.type == "cpu"
-
-
-def _count_integers(masks: list[Tensor]) -> list[Tensor]:
-    """The same for integers, which are 0 and 1 if they lie between: nothing is copied."""
+def _count_int64(masks: list[Tensor]) -> Tensor:
+    """The same for int64, which is 0 and 1 if it lies between: nothing is copied."""
     if masks[0].numel() < _MIN_VALUES:
         masks = [torch.cat(masks)]
-    num_tokens = []
+    num_tokens, extremes = [], []
     for mask in masks:
         num_tokens.append(mask.sum(dim=1))
-        if mask.numel() > 0:  # at once, as the mask is in the cache now
-            low, high = _words(mask).aminmax()
-            if int(low) < 0 or int(high) > 1:
-                _raise_bad_values(masks)
-    # What is left are upper words of 1, each of which adds 2^32.
-    if masks[0].numel() > 0 and int(torch.cat(num_tokens).max()) > masks[0].shape[1]:
-        _raise_bad_values(masks)
-    return num_tokens
-
-
-def _words(mask: Tensor) -> Tensor:
-    """int64 as twice as many int32, whose extremes are found in two thirds of the time."""
-    if mask.dtype != torch.int64 or mask.stride(-1) != 1:
-        return mask
-    return mask.view(torch.int32)
+        if mask.numel() > 0:
+            # At once, as the mask is in the cache now, and as twice as many int32, whose extremes
+            # are found in two thirds of the time.
+            extremes += (mask.view(torch.int32) if mask.stride(1) == 1 else mask).aminmax()
+    of_rows = torch.cat(num_tokens)
+    if extremes:
+        low, high = torch.stack(extremes).aminmax()
+        # What could be left are upper words of 1, each of which adds 2^32.
+        if int(low) < 0 or int(high) > 1 or int(of_rows.max()) > masks[0].shape[1]:
+            _raise_bad_values(masks)
+    return of_rows
 
 
 def as_numbers(mask: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A mask as 0 and 1 of a dtype on a device, without waiting; the mask itself if it is that."""
-    # On the CPU a conversion of bytes is several times as fast as one of bools.
-    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    return mask.to(device, dtype, non_blocking=True)
+    return _as_bytes(mask).to(device, dtype, non_blocking=True)
+
+
+def _as_bytes(mask: Tensor) -> Tensor:
+    """A bool mask as bytes, whose conversion is several times as fast on the CPU."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
 def _copied_as_floats(masks: list[Tensor]) -> Tensor:
@@ -107,7 +100,11 @@ def _copied_as_floats(masks: list[Tensor]) -> Tensor:
     copy = _buffer(shape, dtype, device)
     if masks[0].dtype == dtype:
         return torch.cat(masks, out=copy)
-    return copy.copy_(as_numbers(torch.cat(masks), dtype, device))
+    if device.type != "cpu" or masks[0].numel() < _MIN_VALUES:
+        return copy.copy_(_as_bytes(torch.cat(masks)))
+    for part, mask in zip(copy.split([mask.shape[0] for mask in masks]), masks, strict=True):
+        part.copy_(_as_bytes(mask))
+    return copy
 
 
 def _buffer(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:

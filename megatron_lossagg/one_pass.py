@@ -85,7 +85,7 @@ class OnePass:
         microbatch: Mapping[str, Any],
         weights: tuple[Tensor, ...],
         coefficients: tuple[Tensor, ...],
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[bool]]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor], list[bool]]:
         """Total, values and extremes as of `Sums`, the gradients that are needed of the total.
 
         And for every term whether it depends on the output at all.
@@ -114,9 +114,9 @@ class OnePass:
             parts.append(_times(coefficient, value))
             gradients.append([_times(coefficient, leaf) for leaf in gradient])
         total = torch.stack(parts).sum()
-        reported = self._evaluation.reported(found, weights[0].device)
+        values, extremes = self._evaluation.reported(found).with_total(total)
         of_total = [sum(of_terms[1:], of_terms[0]) for of_terms in zip(*gradients, strict=True)]
-        return total, reported.with_total(total), reported.extremes, of_total, depends
+        return total, values, extremes, of_total, depends
 
     def _on_device(
         self, coefficients: tuple[float, ...], device: torch.device

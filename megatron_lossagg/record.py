@@ -31,8 +31,8 @@ class PassRecord:
         taken: what each data iterator that was handed out has yielded.
         num_loss_calls: calls of `loss_func`.
         weight_sums: per call, the sums of the weights that it saw, float64 [num_weightings].
-        returned: per call, the value that was returned and an alias of the tensor that was
-            returned, which the schedule rescales in place.
+        returned: per call, the sums of which S comes first, and an alias of the tensor that was
+            returned, S times the contract's factor, which the schedule rescales in place.
         num_tokens: what each call with a gradient returned as its number of tokens (R3).
         reports: what each call reported, [num_sums, 2].
         coarsest_eps: the largest machine epsilon among the weights' dtypes.
@@ -93,7 +93,8 @@ def local_problems(
             )
     if record.returned:
         expected = contract.schedule_factor(num_microbatches)
-        found = _other_rescaling(record.returned, expected)
+        by_plugin = contract.loss_factor(num_microbatches)
+        found = _other_rescaling(record.returned, by_plugin, expected)
         if found is not None:
             problems.append(
                 f"the schedule rescaled the returned loss by {found:.6g}, expected {expected:.6g} "
@@ -104,15 +105,19 @@ def local_problems(
     return problems
 
 
-def _other_rescaling(returned: list[tuple[Tensor, Tensor]], expected: float) -> float | None:
+def _other_rescaling(
+    returned: list[tuple[Tensor, Tensor]], by_plugin: float, expected: float
+) -> float | None:
     """A factor that the schedule applied in place to some loss if it is not `expected`, else None.
 
     Losses that are 0, not finite, or too small to be rescaled without rounding tell nothing.
     """
-    pairs = torch.stack([torch.stack([value, alias]) for value, alias in returned])
-    info = torch.finfo(pairs.dtype)
-    for value, alias in pairs.double().tolist():
-        is_telling = info.tiny / info.eps < abs(value) < float("inf")
+    aliases = torch.stack([alias for _, alias in returned])
+    sums = torch.stack([values[0] for values, _ in returned])
+    info = torch.finfo(aliases.dtype)
+    for total, alias in zip(sums.tolist(), aliases.tolist(), strict=True):
+        value = total * by_plugin
+        is_telling = info.tiny / info.eps < abs(value) <= info.max
         if is_telling and not abs(alias / value - expected) <= 1e-3 * expected:
             return alias / value
     return None

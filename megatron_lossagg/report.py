@@ -28,10 +28,10 @@ class MicrobatchReport(dict[str, Tensor]):
 
     Attributes:
         packed: all pairs, [num_sums, 2].
-        extremes: maxima, and minima negated, [num_extremes].
+        extremes: maxima, and minima negated, [num_extremes]; None if none are reported.
     """
 
-    def __init__(self, names: Sequence[str], packed: Tensor, extremes: Tensor) -> None:
+    def __init__(self, names: Sequence[str], packed: Tensor, extremes: Tensor | None) -> None:
         super().__init__(zip(names, packed.unbind(), strict=True))
         self.packed = packed
         self.extremes = extremes

@@ -9,10 +9,10 @@ from megatron_lossagg import masks as masks_module
 from megatron_lossagg.masks import count_rows
 
 DTYPES = [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float32, torch.float64]
-DTYPES.append(torch.uint16)  # of which the CPU knows no minimum
+DTYPES += [torch.int32, torch.uint16]
 
 
-@pytest.mark.parametrize("max_values", [1, 7, 64, 2**18])
+@pytest.mark.parametrize("max_values", [1, 7, 64, 2**20])
 def test_rows_are_counted_as_one_by_one(max_values, monkeypatch):
     """Any widths, dtypes and order, also empty masks and strides, whatever is read together."""
     monkeypatch.setattr(masks_module, "_MAX_VALUES", max_values)
@@ -44,6 +44,11 @@ def test_rows_are_counted_as_one_by_one(max_values, monkeypatch):
         (1e-300, torch.float64),
         (0.5, torch.bfloat16),
         (16, torch.int8),
+        (-128, torch.int8),
+        (255, torch.uint8),
+        (2**16 - 1, torch.uint16),
+        (2**24 + 1, torch.int32),
+        (-(2**31), torch.int32),
         (2, torch.uint16),
         (2**32 - 1, torch.uint32),
         (2, torch.int64),

@@ -87,14 +87,15 @@ def test_one_wrong_division_among_right_ones_is_found():
 @pytest.mark.parametrize(("value", "is_fault"), [(7e-45, False), (1e-20, True), (1.0, True)])
 def test_losses_too_small_to_rescale_are_no_fault(value, is_fault):
     """A subnormal loss changes by rounding when it is divided; that proves nothing."""
-    returned = torch.tensor(value, dtype=torch.float32)
-    record = PassRecord(num_loss_calls=3, returned=[(returned, returned * 0.4)])
+    total = torch.tensor([value], dtype=torch.float32)
+    returned = total[0] * 3  # M
+    record = PassRecord(num_loss_calls=3, returned=[(total, returned * 0.4)])
     contract = ScheduleContract("R1", dp_size=1, cp_size=1)
     problems = local_problems(record, contract, 3, loss_is_expected=True)
     assert bool(problems) == is_fault
     if is_fault:
         assert "rescaled the returned loss by 0.4, expected 0.333333" in problems[0]
-    record.returned = [(returned, returned / 3)]
+    record.returned = [(total, returned / 3)]
     assert local_problems(record, contract, 3, loss_is_expected=True) == []
 
 
