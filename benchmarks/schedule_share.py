@@ -18,7 +18,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import machine, markdown_table, milliseconds, publish, ratio_interval, ratio_text
+from common import (
+    keep_freed_memory,
+    machine,
+    markdown_table,
+    milliseconds,
+    publish,
+    ratio_interval,
+    ratio_text,
+)
 from torch import Tensor
 
 from megatron_lossagg import LossAggregator
@@ -28,9 +36,10 @@ from megatron_lossagg.testing.model_chunks import set_config_hooks
 from megatron_lossagg.testing.parameter_names import unwrap
 
 LAYOUT = Layout(pp=2, dp=2, num_microbatches=8)
-HAND, PLUGIN, CHECKED = "two lines", "plugin", "plugin, validate and report"
+HAND, CONTROL = "two lines", "two lines once more"
+PLUGIN, CHECKED = "plugin", "plugin, validate and report"
 AHEAD = "plugin, begun a step ahead"
-KINDS = (HAND, PLUGIN, AHEAD, CHECKED)
+KINDS = (CONTROL, PLUGIN, AHEAD, CHECKED)
 TARGET = 1.03
 
 
@@ -78,18 +87,29 @@ def hand_written(num_tokens: float, microbatch: dict[str, Tensor], logits: Tenso
 
 
 @dataclass(frozen=True)
-class Times:
-    """What a rank measured, by kind: seconds of whole steps; waits for the counts of each step.
+class Timed:
+    """Seconds of a step, of it until all ranks are done, and of its own loss and plugin.
 
-    `inside` is processor time of the loss and of the plugin in a step, on the rank's own thread.
+    The last is processor time of the rank's own thread.
     """
 
+    step: float
+    until_all: float
+    inside: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a rank measured, by kind; waits for the counts of each step."""
+
     is_last_stage: bool
-    inside: dict[str, list[float]]
-    steps: dict[str, list[float]]
-    until_all: dict[str, list[float]]
+    pairs: dict[str, list[tuple[Timed, Timed]]]
     waits: dict[str, list[float]]
     has_ended: dict[str, list[bool]]
+
+    def column(self, kind: str, field: str, *, by_hand: bool = False) -> list[float]:
+        """One number of every step of a kind, or of the hand-written one beside each."""
+        return [getattr(pair[by_hand], field) for pair in self.pairs[kind]]
 
 
 class Stopwatch:
@@ -152,7 +172,7 @@ def time_steps(shape: Shape, num_rounds: int) -> Times:
     begun = [aggregator.begin_step(microbatches)]
 
     def step_of(kind: str) -> None:
-        if kind == HAND:
+        if kind in (HAND, CONTROL):
             by_hand = stopwatch.around(hand_written)
             run([iter(microbatches)], partial(by_hand, float(num_tokens)))
             return
@@ -166,8 +186,8 @@ def time_steps(shape: Shape, num_rounds: int) -> Times:
             stopwatch.around(step.validate)()
             stopwatch.around(step.report)(store)
 
-    waits: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    has_ended: dict[str, list[bool]] = {kind: [] for kind in KINDS}
+    waits: dict[str, list[float]] = {kind: [] for kind in (HAND, *KINDS)}
+    has_ended: dict[str, list[bool]] = {kind: [] for kind in (HAND, *KINDS)}
     original_wait = PendingCounts.wait
 
     def timed_wait(self: PendingCounts, slot: int = 0) -> Any:
@@ -178,30 +198,31 @@ def time_steps(shape: Shape, num_rounds: int) -> Times:
             waits[current[0]].append(time.perf_counter() - start)
         return original_wait(self, slot)
 
-    kinds, current, shuffle = list(KINDS), [HAND], random.Random(0).shuffle
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    until_all: dict[str, list[float]] = {kind: [] for kind in kinds}
-    inside: dict[str, list[float]] = {kind: [] for kind in kinds}
+    def timed_step(kind: str) -> Timed:
+        current[0] = kind
+        set_config_hooks(chunks)
+        chunks[0].zero_grad_buffer()
+        dist.barrier()
+        stopwatch.seconds = 0.0
+        start = time.perf_counter()
+        with mock.patch.object(PendingCounts, "wait", timed_wait):
+            step_of(kind)
+        returned = time.perf_counter() - start
+        dist.barrier()
+        return Timed(returned, time.perf_counter() - start, stopwatch.seconds)
+
+    keep_freed_memory()
+    kinds, current, rng = list(KINDS), [HAND], random.Random(0)
+    pairs: dict[str, list[tuple[Timed, Timed]]] = {kind: [] for kind in KINDS}
     for index in range(num_rounds + 2):
-        shuffle(kinds)
+        rng.shuffle(kinds)
         for kind in kinds:
-            current[0] = kind
-            set_config_hooks(chunks)
-            chunks[0].zero_grad_buffer()
-            dist.barrier()
-            stopwatch.seconds = 0.0
-            start = time.perf_counter()
-            with mock.patch.object(PendingCounts, "wait", timed_wait):
-                step_of(kind)
-            returned = time.perf_counter() - start
-            dist.barrier()
+            order = [kind, HAND]
+            rng.shuffle(order)
+            timed = {name: timed_step(name) for name in order}
             if index >= 2:
-                seconds[kind].append(returned)
-                inside[kind].append(stopwatch.seconds)
-                until_all[kind].append(time.perf_counter() - start)
-    return Times(
-        parallel_state.is_pipeline_last_stage(), inside, seconds, until_all, waits, has_ended
-    )
+                pairs[kind].append((timed[kind], timed[HAND]))
+    return Times(parallel_state.is_pipeline_last_stage(), pairs, waits, has_ended)
 
 
 def waiting(results: list[Times], kind: str, *, last: bool) -> str:
@@ -227,28 +248,40 @@ def main() -> None:
     with RankPool(LAYOUT.world_size, timeout_s=600) as pool:
         results = pool.run(time_steps, shape, arguments.pairs, world_size=LAYOUT.world_size)
     of_last = next(times for times in results if times.is_last_stage)
-    seconds, until_all = of_last.steps, of_last.until_all
-    rows = []
+    by_hand = [timed for kind in KINDS for _, timed in of_last.pairs[kind]]
+    hand_seconds = [timed.step for timed in by_hand]
+    hand_inside = [timed.inside for timed in by_hand]
+    rows = [[HAND, f"{milliseconds(hand_seconds)} ms", 1, 1, "", f"{milliseconds(hand_inside)} ms"]]
     for kind in KINDS:
-        ratios = [ratio_text(times[kind], times[HAND]) for times in (seconds, until_all)]
-        texts = ["1", "1", ""] if kind == HAND else [*ratios, f"at most {TARGET}"]
-        own = f"{milliseconds(of_last.inside[kind])} ms"
-        rows.append([kind, f"{milliseconds(seconds[kind])} ms", *texts, own])
+        ratios = [
+            ratio_text(of_last.column(kind, field), of_last.column(kind, field, by_hand=True))
+            for field in ("step", "until_all")
+        ]
+        target = f"at most {TARGET}" if kind in (PLUGIN, AHEAD) else ""
+        median = f"{milliseconds(of_last.column(kind, 'step'))} ms"
+        own = f"{milliseconds(of_last.column(kind, 'inside'))} ms"
+        rows.append([kind, median, *ratios, target, own])
     header = ["step", "median", "ratio (95 % interval)", "ratio until all ranks are done", "target"]
     header.append("processor time of loss and plugin")
-    own = statistics.median(of_last.inside[PLUGIN]) - statistics.median(of_last.inside[HAND])
-    share = own / statistics.median(seconds[HAND])
-    low, high = ratio_interval(seconds[PLUGIN], seconds[HAND])
-    spread = statistics.quantiles(seconds[HAND], n=10)
+    own_seconds = statistics.median(of_last.column(PLUGIN, "inside")) - statistics.median(
+        hand_inside
+    )
+    share = own_seconds / statistics.median(hand_seconds)
+    low, high = ratio_interval(
+        of_last.column(PLUGIN, "step"), of_last.column(PLUGIN, "step", by_hand=True)
+    )
+    spread = statistics.quantiles(hand_seconds, n=10)
     publish(
         "schedule_share",
         "A schedule step",
         f"The bench's GPT (4 layers, hidden {shape.hidden}, vocabulary {shape.vocab}, float32) in "
         "the real Megatron-Core schedule and DDP, PP=2, D=2, M=8 microbatches of "
         f"[{shape.rows}, {shape.width}], on four gloo ranks of one thread. Each of "
-        f"{arguments.pairs} rounds runs the four steps in another order; the clock is that of a "
-        "last stage, from a barrier to the schedule's return, `begin_step` included, and then "
-        "to a second barrier. The "
+        f"{arguments.pairs} rounds times each step right before or after a hand-written one, by "
+        "chance and in another order; a ratio is the median of those of such pairs, and *two lines "
+        "once more* shows how well ratios are measured here. The clock is that of a last stage, "
+        "from a barrier to the schedule's return, `begin_step` included, and then to a second "
+        "barrier. Freed memory is kept by the processes. The "
         "hand-written loss is `(losses * mask).sum() / num_tokens`, with `num_tokens` known "
         f"beforehand at no cost. {machine('megatron-core')}.\n\n"
         + markdown_table(header, rows)
@@ -256,11 +289,13 @@ def main() -> None:
         f"{1e3 * spread[-1]:.0f} ms in 80 % of the rounds; four ranks share the processor's cores. "
         f"To three digits the plugin's interval is {low:.3f} to {high:.3f}. The last column is "
         "the processor time of the last stage's own thread inside the loss, forward, and inside "
-        f"`begin_step`, the iterators and `loss_func`: the plugin adds {1e3 * own:.1f} ms, "
+        f"`begin_step`, the iterators and `loss_func`: the plugin adds {1e3 * own_seconds:.1f} ms, "
         f"{share:.1%} of the step. Inside both losses and the plugin the stand-ins that let "
         "Megatron-Core run on a CPU are off, as they would pass every call of torch through "
         "Python. Where the ratio shows more, it is what the other ranks do on "
-        "the same two cores, the backward pass, and the all-reduce's own threads.\n\n"
+        "the same two cores, the backward pass, and the all-reduce's own threads. `validate` is an "
+        "all-reduce more after the schedule, and `report` an all-reduce and a broadcast: there the "
+        "last stage waits for the other ranks, as any job does that logs its loss.\n\n"
         "Waiting for the all-reduce of the counts where a stage first needs them, median: "
         f"{waiting(results, PLUGIN, last=True)} on the last stage, whose first microbatch comes "
         f"after the other stage's first forward pass; {waiting(results, PLUGIN, last=False)} on "

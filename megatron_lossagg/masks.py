@@ -67,7 +67,8 @@ def _count_int64(masks: list[Tensor]) -> Tensor:
     """The same for int64, which is 0 and 1 if it lies between: nothing is copied."""
     if masks[0].numel() < _MIN_VALUES:
         masks = [torch.cat(masks)]
-    num_tokens, extremes = [], []
+    num_tokens: list[Tensor] = []
+    extremes: list[Tensor] = []
     for mask in masks:
         num_tokens.append(mask.sum(dim=1))
         if mask.numel() > 0:
