@@ -139,12 +139,14 @@ class Sequences:
         Returns:
             Tensor of the mask's shape, and of the dtype and on the device of `per_sequence`.
         """
-        mask = as_numbers(self.masks[index], per_sequence.dtype, per_sequence.device)
-        sequence = self.sequence_of_token[index]
-        # A product of finite numbers: cheaper than a selection, and just as exact.
+        mask, sequence = self.masks[index], self.sequence_of_token[index]
         if sequence is None:
-            return mask * per_sequence.unsqueeze(1)
-        return mask * per_sequence[sequence.to(per_sequence.device, non_blocking=True)]
+            factors = per_sequence.unsqueeze(1)
+        else:
+            factors = per_sequence[sequence.to(per_sequence.device, non_blocking=True)]
+        # A product of finite numbers: cheaper than a selection, and just as exact.
+        numbers = as_numbers(mask, per_sequence.dtype, per_sequence.device)
+        return numbers * factors if numbers is mask else numbers.mul_(factors)
 
 
 def checked_boundaries(
