@@ -30,7 +30,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "begin_step": ("--rounds", "20", "--no-ranks"),
     "import_time": ("--rounds", "5"),
     "scale": ("--rounds", "5"),
-    "schedule_share": ("--pairs", "20"),
+    "schedule_share": ("--sets", "2", "--pairs", "10"),
 }
 ON_CPU_RANKS = ("scale", "schedule_share")
 NEED_VERL = ("aggregation", "policy_loss")

@@ -1,7 +1,7 @@
 """The plugin's share of a schedule step, against a loss of two lines.
 
 python benchmarks/schedule_share.py --write                # PP=2, D=2, M=8 on four gloo ranks
-python benchmarks/schedule_share.py --pairs 20 --hidden 64
+python benchmarks/schedule_share.py --sets 1 --hidden 64
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ from common import (
     markdown_table,
     milliseconds,
     publish,
+    ratio,
     ratio_interval,
     ratio_text,
 )
@@ -225,6 +226,12 @@ def time_steps(shape: Shape, num_rounds: int) -> Times:
     return Times(parallel_state.is_pipeline_last_stage(), pairs, waits, has_ended)
 
 
+def together(of_sets: list[Times]) -> Times:
+    """The pairs of one rank of every set of processes."""
+    pairs = {kind: [pair for times in of_sets for pair in times.pairs[kind]] for kind in KINDS}
+    return replace(of_sets[0], pairs=pairs)
+
+
 def waiting(results: list[Times], kind: str, *, last: bool) -> str:
     """How long the ranks of one stage waited, and how often there was nothing to wait for."""
     of_stage = [times for times in results if times.is_last_stage is last]
@@ -237,7 +244,8 @@ def waiting(results: list[Times], kind: str, *, last: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=80)
+    parser.add_argument("--pairs", type=int, default=25, help="of steps, of every kind, per set")
+    parser.add_argument("--sets", type=int, default=4, help="sets of processes, one by one")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=128)
@@ -245,9 +253,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="replace the section in README.md")
     arguments = parser.parse_args()
     shape = Shape(arguments.rows, arguments.width, arguments.hidden, arguments.vocab)
-    with RankPool(LAYOUT.world_size, timeout_s=600) as pool:
-        results = pool.run(time_steps, shape, arguments.pairs, world_size=LAYOUT.world_size)
-    of_last = next(times for times in results if times.is_last_stage)
+    results: list[Times] = []
+    of_sets: list[Times] = []
+    for _ in range(arguments.sets):
+        with RankPool(LAYOUT.world_size, timeout_s=600) as pool:
+            of_ranks = pool.run(time_steps, shape, arguments.pairs, world_size=LAYOUT.world_size)
+        results += of_ranks
+        of_sets.append(next(times for times in of_ranks if times.is_last_stage))
+    of_last = together(of_sets)
     by_hand = [timed for kind in KINDS for _, timed in of_last.pairs[kind]]
     hand_seconds = [timed.step for timed in by_hand]
     hand_inside = [timed.inside for timed in by_hand]
@@ -267,17 +280,20 @@ def main() -> None:
         hand_inside
     )
     share = own_seconds / statistics.median(hand_seconds)
-    low, high = ratio_interval(
-        of_last.column(PLUGIN, "step"), of_last.column(PLUGIN, "step", by_hand=True)
-    )
+    of_plugin = [
+        (times.column(PLUGIN, "step"), times.column(PLUGIN, "step", by_hand=True))
+        for times in (of_last, *of_sets)
+    ]
+    (low, high), by_set = ratio_interval(*of_plugin[0]), [ratio(*pair) for pair in of_plugin[1:]]
     spread = statistics.quantiles(hand_seconds, n=10)
     publish(
         "schedule_share",
         "A schedule step",
         f"The bench's GPT (4 layers, hidden {shape.hidden}, vocabulary {shape.vocab}, float32) in "
         "the real Megatron-Core schedule and DDP, PP=2, D=2, M=8 microbatches of "
-        f"[{shape.rows}, {shape.width}], on four gloo ranks of one thread. Each of "
-        f"{arguments.pairs} rounds times each step right before or after a hand-written one, by "
+        f"[{shape.rows}, {shape.width}], on four gloo ranks of one thread, in "
+        f"{arguments.sets} sets of processes one after another. Each of {arguments.pairs} rounds "
+        "of a set times each step right before or after a hand-written one, by "
         "chance and in another order; a ratio is the median of those of such pairs, and *two lines "
         "once more* shows how well ratios are measured here. The clock is that of a last stage, "
         "from a barrier to the schedule's return, `begin_step` included, and then to a second "
@@ -287,7 +303,8 @@ def main() -> None:
         + markdown_table(header, rows)
         + f"\n\nThe hand-written step itself lies between {1e3 * spread[0]:.0f} and "
         f"{1e3 * spread[-1]:.0f} ms in 80 % of the rounds; four ranks share the processor's cores. "
-        f"To three digits the plugin's interval is {low:.3f} to {high:.3f}. The last column is "
+        f"To three digits the plugin's interval is {low:.3f} to {high:.3f}, and its ratios set by "
+        f"set are {', '.join(f'{value:.3f}' for value in by_set)}. The last column is "
         "the processor time of the last stage's own thread inside the loss, forward, and inside "
         f"`begin_step`, the iterators and `loss_func`: the plugin adds {1e3 * own_seconds:.1f} ms, "
         f"{share:.1%} of the step. Inside both losses and the plugin the stand-ins that let "
