@@ -110,14 +110,14 @@ def _other_rescaling(
 ) -> float | None:
     """A factor that the schedule applied in place to some loss if it is not `expected`, else None.
 
-    Losses that are 0, not finite, or too small to be rescaled without rounding tell nothing.
+    Losses that are 0, not finite before or after, or too small to be rescaled without rounding
+    tell nothing.
     """
-    aliases = torch.stack([alias for _, alias in returned])
-    sums = torch.stack([values[0] for values, _ in returned])
-    info = torch.finfo(aliases.dtype)
-    for total, alias in zip(sums.tolist(), aliases.tolist(), strict=True):
-        value = total * by_plugin
-        is_telling = info.tiny / info.eps < abs(value) <= info.max
+    sums = torch.stack([values[0] for values, _ in returned]).tolist()
+    aliases = torch.stack([alias for _, alias in returned]).tolist()
+    for total, alias, (_, loss) in zip(sums, aliases, returned, strict=True):
+        value, info = total * by_plugin, torch.finfo(loss.dtype)
+        is_telling = info.tiny / info.eps < abs(value) and not math.isinf(alias)
         if is_telling and not abs(alias / value - expected) <= 1e-3 * expected:
             return alias / value
     return None

@@ -166,9 +166,11 @@ def _problem(
                 "report() expects the dicts that this step's loss_func returned, with [numerator, "
                 f"denominator] under {', '.join(names)}; got an entry with {keys_or_type(entry)}."
             )
-        if num_extremes and not isinstance(entry, MicrobatchReport):
+        extremes = getattr(entry, "extremes", None)
+        if num_extremes and (extremes is None or len(extremes) != num_extremes):
             return (
-                "report() cannot find the minima and maxima in a copy of what loss_func returned: "
-                "pass the schedule's forward_data_store itself."
+                f"report() expects {num_extremes} minima and maxima in what this step's loss_func "
+                "returned, and does not find them. Pass the schedule's forward_data_store itself: "
+                "a copy into other dicts lacks them."
             )
     return None

@@ -99,6 +99,18 @@ def test_losses_too_small_to_rescale_are_no_fault(value, is_fault):
     assert local_problems(record, contract, 3, loss_is_expected=True) == []
 
 
+def test_losses_that_overflow_are_no_fault():
+    """S is finite, but not in float32 what the plugin or, under CP, the schedule makes of it."""
+    by_plugin = torch.tensor([2e38]), torch.tensor(2e38) * 3 / 3
+    by_schedule = torch.tensor([3e38]), torch.tensor(3e38) * 2
+    of_float64 = torch.ones(1, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+    for pair, cp_size, num_microbatches in ((by_plugin, 1, 3), (by_schedule, 2, 1)):
+        assert pair[1].item() == math.inf
+        record = PassRecord(num_loss_calls=2, returned=[pair, of_float64])
+        contract = ScheduleContract("R4", dp_size=1, cp_size=cp_size)
+        assert local_problems(record, contract, num_microbatches, loss_is_expected=False) == []
+
+
 def test_lost_repeated_and_altered_weights_are_found():
     """The sum of all weights is compared with the checksum: a raw mask, a NaN, a repeat."""
 

@@ -217,9 +217,11 @@ def test_extremes_need_the_schedules_own_store():
     """A host that copied the reports into plain dicts lost them: said, not guessed."""
     terms = [LossTerm("t", lambda o, m: (o, {"top": o}), "token-mean", metrics={"top": "max"})]
     step = make(terms).begin_step(fixture_f(1))
-    store = [dict(entry) for entry in run_step(step)]
-    with pytest.raises(LossAggError, match="cannot find the minima and maxima in a copy"):
-        step.report(store)
+    store = run_step(step)
+    of_other_terms = run_step(make([LossTerm("t", losses, "token-mean")]).begin_step(fixture_f(1)))
+    for other in ([dict(entry) for entry in store], of_other_terms):
+        with pytest.raises(LossAggError, match="expects 1 minima and maxima in what this step"):
+            step.report(other)
 
 
 def test_copied_reports_without_extremes_are_fine():
