@@ -10,8 +10,9 @@ import argparse
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -108,10 +109,6 @@ class Times:
     waits: dict[str, list[float]]
     has_ended: dict[str, list[bool]]
 
-    def column(self, kind: str, field: str, *, by_hand: bool = False) -> list[float]:
-        """One number of every step of a kind, or of the hand-written one beside each."""
-        return [getattr(pair[by_hand], field) for pair in self.pairs[kind]]
-
 
 class Stopwatch:
     """Adds up the thread's processor time inside what it is put around.
@@ -187,8 +184,8 @@ def time_steps(shape: Shape, num_rounds: int) -> Times:
             stopwatch.around(step.validate)()
             stopwatch.around(step.report)(store)
 
-    waits: dict[str, list[float]] = {kind: [] for kind in (HAND, *KINDS)}
-    has_ended: dict[str, list[bool]] = {kind: [] for kind in (HAND, *KINDS)}
+    waits: dict[str, list[float]] = defaultdict(list)
+    has_ended: dict[str, list[bool]] = defaultdict(list)
     original_wait = PendingCounts.wait
 
     def timed_wait(self: PendingCounts, slot: int = 0) -> Any:
@@ -226,10 +223,10 @@ def time_steps(shape: Shape, num_rounds: int) -> Times:
     return Times(parallel_state.is_pipeline_last_stage(), pairs, waits, has_ended)
 
 
-def together(of_sets: list[Times]) -> Times:
-    """The pairs of one rank of every set of processes."""
-    pairs = {kind: [pair for times in of_sets for pair in times.pairs[kind]] for kind in KINDS}
-    return replace(of_sets[0], pairs=pairs)
+def column(of_ranks: list[Times], kind: str, field: str) -> tuple[list[float], list[float]]:
+    """One number of every step of a kind, and of the hand-written one beside each."""
+    pairs = [pair for times in of_ranks for pair in times.pairs[kind]]
+    return [getattr(own, field) for own, _ in pairs], [getattr(hand, field) for _, hand in pairs]
 
 
 def waiting(results: list[Times], kind: str, *, last: bool) -> str:
@@ -254,37 +251,29 @@ def main() -> None:
     arguments = parser.parse_args()
     shape = Shape(arguments.rows, arguments.width, arguments.hidden, arguments.vocab)
     results: list[Times] = []
-    of_sets: list[Times] = []
     for _ in range(arguments.sets):
         with RankPool(LAYOUT.world_size, timeout_s=600) as pool:
-            of_ranks = pool.run(time_steps, shape, arguments.pairs, world_size=LAYOUT.world_size)
-        results += of_ranks
-        of_sets.append(next(times for times in of_ranks if times.is_last_stage))
-    of_last = together(of_sets)
-    by_hand = [timed for kind in KINDS for _, timed in of_last.pairs[kind]]
-    hand_seconds = [timed.step for timed in by_hand]
-    hand_inside = [timed.inside for timed in by_hand]
+            results += pool.run(time_steps, shape, arguments.pairs, world_size=LAYOUT.world_size)
+    # One rank of the last stage in each set.
+    of_last = [times for times in results if times.is_last_stage][:: LAYOUT.dp]
+    hand_seconds = [value for kind in KINDS for value in column(of_last, kind, "step")[1]]
+    hand_inside = [value for kind in KINDS for value in column(of_last, kind, "inside")[1]]
     rows = [[HAND, f"{milliseconds(hand_seconds)} ms", 1, 1, "", f"{milliseconds(hand_inside)} ms"]]
     for kind in KINDS:
-        ratios = [
-            ratio_text(of_last.column(kind, field), of_last.column(kind, field, by_hand=True))
-            for field in ("step", "until_all")
-        ]
+        seconds, until_all, inside = (
+            column(of_last, kind, field) for field in ("step", "until_all", "inside")
+        )
         target = f"at most {TARGET}" if kind in (PLUGIN, AHEAD) else ""
-        median = f"{milliseconds(of_last.column(kind, 'step'))} ms"
-        own = f"{milliseconds(of_last.column(kind, 'inside'))} ms"
+        ratios = [ratio_text(*seconds), ratio_text(*until_all)]
+        median, own = (f"{milliseconds(values)} ms" for values in (seconds[0], inside[0]))
         rows.append([kind, median, *ratios, target, own])
     header = ["step", "median", "ratio (95 % interval)", "ratio until all ranks are done", "target"]
     header.append("processor time of loss and plugin")
-    own_seconds = statistics.median(of_last.column(PLUGIN, "inside")) - statistics.median(
-        hand_inside
-    )
+    own_seconds = statistics.median(column(of_last, PLUGIN, "inside")[0])
+    own_seconds -= statistics.median(hand_inside)
     share = own_seconds / statistics.median(hand_seconds)
-    of_plugin = [
-        (times.column(PLUGIN, "step"), times.column(PLUGIN, "step", by_hand=True))
-        for times in (of_last, *of_sets)
-    ]
-    (low, high), by_set = ratio_interval(*of_plugin[0]), [ratio(*pair) for pair in of_plugin[1:]]
+    low, high = ratio_interval(*column(of_last, PLUGIN, "step"))
+    by_set = [ratio(*column([times], PLUGIN, "step")) for times in of_last]
     spread = statistics.quantiles(hand_seconds, n=10)
     publish(
         "schedule_share",
