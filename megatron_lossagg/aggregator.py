@@ -13,16 +13,22 @@ from megatron_lossagg.deferred import DeferredPlan
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.finalizer import Finalizer
 from megatron_lossagg.global_counts import GlobalCounts
-from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.groups import (
+    ParallelGroups,
+    broadcast_from_first,
+    broadcast_from_last,
+    communication_device,
+)
 from megatron_lossagg.measure import Measurement
+from megatron_lossagg.microbatch import METRIC_DIVISORS, Microbatch, check_microbatches
+from megatron_lossagg.model_config import AT_FIRST_STEP, ConfigSource
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.objective import LossFn, make_objective
-from megatron_lossagg.plan import Microbatch, WeightPlan, check_microbatches
+from megatron_lossagg.plan import WeightPlan
 from megatron_lossagg.schedule import ScheduleContract
 from megatron_lossagg.settings import Settings
 from megatron_lossagg.step import Step
-from megatron_lossagg.step_context import StepContext
-from megatron_lossagg.stream import WrappedStream, resolve_num_microbatches
+from megatron_lossagg.stream import StreamOptions, WrappedStream, resolve_num_microbatches
 from megatron_lossagg.terms import LossTerm, TermFn
 
 
@@ -42,8 +48,9 @@ class LossAggregator:
         terms: the summands of the objective, see `LossTerm`.
         metrics: name -> normaliser of the metrics that `loss_fn` returns, see `LossTerm`.
         report_counts: add num_tokens, num_seqs, response_length and masked_fraction to the report.
-        model_config: the model's `TransformerConfig`; `calculate_per_token_loss` selects the
-            regime.
+        model_config: the model's `TransformerConfig`, whose `calculate_per_token_loss` selects the
+            regime; or a function that gives it when it is first needed. Left out,
+            `make_forward_step` of the Megatron-LM adapter takes the model's own at the first step.
         groups: process groups; None reads Megatron's parallel state, at each step.
         loss_scale_factor: L, required by `seq-mean-token-sum-norm`.
         norm_semantics: "sum" (1/L) or "seq-mean" (1/(B*L)).
@@ -80,7 +87,7 @@ class LossAggregator:
         loss_fn: LossFn | None = None,
         *,
         loss_agg_mode: str | None = None,
-        model_config: Any,
+        model_config: Any = AT_FIRST_STEP,
         terms: Sequence[LossTerm] | None = None,
         metrics: Mapping[str, str] | None = None,
         report_counts: bool = False,
@@ -108,7 +115,7 @@ class LossAggregator:
                 metrics=metrics,
                 compile=compile,
             ),
-            model_config=model_config,
+            config_source=ConfigSource(model_config),
             groups=groups,
             cp_gradient=cp_gradient,
             returns=returns,
@@ -120,16 +127,18 @@ class LossAggregator:
             reports_counts=report_counts,
         )
         self._must_measure = contract == "measure"
-        self._iteration: Callable[[], int] | None = None
         self._stream = WrappedStream()
         self._finalizer = Finalizer(self._settings, self._stream)
+        self._received: Step | None = None
+        if self._settings.config_source.is_known:
+            self._finalizer.watch(self.model_config)
 
     @classmethod
     def from_config(
         cls,
         loss_fn: LossFn | Mapping[str, TermFn],
         loss_agg_config: LossAggConfig,
-        model_config: Any,
+        model_config: Any = AT_FIRST_STEP,
         *,
         groups: ParallelGroups | None = None,
         prepare: LossFn | None = None,
@@ -140,7 +149,7 @@ class LossAggregator:
         Args:
             loss_fn: of the constructor; with terms a mapping from the name of each to its function.
             loss_agg_config: the options.
-            model_config: the model's `TransformerConfig`.
+            model_config: of the constructor.
             groups: of the constructor.
             prepare: with terms, what the constructor calls `loss_fn`: made once for all of them.
             metrics: of the constructor, without terms.
@@ -202,6 +211,7 @@ class LossAggregator:
         context = self._settings.step_context(iteration)
         self.install_finalize_hook()
         given = self._settings.given_counts(counts)
+        enter = self._finalizer.enter
         if microbatches is None:
             groups = context.groups
             if num_microbatches is None:
@@ -215,11 +225,11 @@ class LossAggregator:
                     "counted. Give this rank its microbatches; one without sequences passes "
                     "microbatches whose masks are all 0."
                 )
-            return Step(context, None, resolve_num_microbatches(num_microbatches), given)
+            return Step(context, None, resolve_num_microbatches(num_microbatches), given, enter)
         check_microbatches(microbatches, num_microbatches)
-        options = self._settings.weight_options(context.contract)
+        options = self._settings.weight_options(context)
         plan = WeightPlan(microbatches, options, context.groups, given, num_units)
-        return Step(context, plan, len(microbatches))
+        return Step(context, plan, len(microbatches), begin_pass=enter)
 
     def wrap(
         self,
@@ -228,14 +238,17 @@ class LossAggregator:
         num_microbatches: int | Callable[[], int],
         num_units: int | Callable[[], int] | None = None,
         iteration: Callable[[], int] | None = None,
+        forward_only: bool = False,
+        evaluation_average: str | None = None,
     ) -> Iterator[dict[str, Any]] | list[Any] | None:
         """Wrap a trainer's iterator: one all-reduce over dp at the first `next` of a step.
 
         It takes the step's M microbatches at once, counts them and yields shallow copies with their
         weights. From the first step on, `model_config.finalize_model_grads_func` also runs the
         checks of `Step.validate` once per step, so that they happen before the optimizer steps.
-        With deferred denominators nothing is counted ahead; the hook is set by this call, which
-        every rank then makes, after `finalize_model_grads_func` was set.
+        With deferred denominators nothing is counted ahead; the hook is set when the aggregator is
+        built or by this call, which every rank then makes, after `finalize_model_grads_func` was
+        set. If an exception interrupts a step, see `abandon_step`.
 
         Args:
             data_iterator: an iterator of microbatches, a list of them (one per model chunk; they
@@ -243,31 +256,40 @@ class LossAggregator:
             num_microbatches: what the schedule is called with, or a function that gives it.
             num_units: as in `begin_step`, or a function that gives it.
             iteration: a function that gives the step's number, where a coefficient is a schedule.
+                Each wrapped stream has its own.
+            forward_only: the stream is evaluated, under `torch.no_grad()`, and never trained on.
+            evaluation_average: what a host gets that sums the reported pairs of several evaluated
+                steps before it divides: "steps" (default), the mean of their J, or "tokens",
+                sum_k T_k J_k / sum_k T_k. With `forward_only` alone, and in every regime the same.
 
         Returns:
             The wrapped iterator; None for None; a list for a list.
+
+        Raises:
+            ValueError, TypeError: a wrong option. LossAggError: denominators are deferred and
+                nothing could divide by them.
         """
         self._measure_once()
         if not callable(num_microbatches):
             resolve_num_microbatches(num_microbatches)
-
-        if iteration is not None:
-            self._iteration = iteration
-        if self._settings.is_deferred:
-            self.install_finalize_hook()
-            return self._stream.wrap(
-                data_iterator, num_microbatches, self._plan_deferred_step, one_by_one=True
+        options = StreamOptions(
+            num_microbatches,
+            num_units,
+            iteration,
+            forward_only,
+            _pairs_by_tokens(forward_only, evaluation_average),
+        )
+        if not self._settings.is_deferred:
+            return self._stream.wrap(data_iterator, options, self._plan_step)
+        if forward_only and self._settings.may_divide_later:
+            raise LossAggError(
+                "denominators='deferred' divides when gradients are finalized, so it cannot "
+                "evaluate. Give the evaluated stream a LossAggregator of its own, with "
+                "denominators='counted'."
             )
-
-        def plan_step(
-            microbatches: Sequence[Microbatch] | None, num_microbatches: int
-        ) -> tuple[Step, WeightPlan]:
-            assert microbatches is not None
-            return self._plan_wrapped_step(
-                microbatches, num_units() if callable(num_units) else num_units
-            )
-
-        return self._stream.wrap(data_iterator, num_microbatches, plan_step)
+        self._finalizer.check_is_set(self.model_config)
+        self.install_finalize_hook()
+        return self._stream.wrap(data_iterator, options, self._plan_step, one_by_one=True)
 
     def loss_func(
         self, microbatch: Mapping[str, Any], output_tensor: Any, non_loss_data: bool = False
@@ -277,9 +299,26 @@ class LossAggregator:
         Raises:
             LossAggError: nothing was planned: `wrap` was not called on this rank.
         """
-        step = self._stream.step_for_loss(lambda m: Step(self._step_context(), None, m))
-        self.install_finalize_hook()
-        return step.loss_func(microbatch, output_tensor, non_loss_data)
+        objective = self._settings.objective
+        step = self._stream.step_for_loss(
+            self._plan_step, reads_iteration=objective.has_coefficient_schedules
+        )
+        self._finalizer.enter(begins=False)
+        try:
+            return step.loss_func(microbatch, output_tensor, non_loss_data)
+        except Exception:
+            self.abandon_step()
+            raise
+
+    def abandon_step(self) -> None:
+        """Forget the wrapped step that an exception interrupted. Does not communicate.
+
+        Wrapped iterators then go on with a whole step, the one after it. It happens by itself when
+        `loss_func` raises, and when Megatron's own schedules are run again after any exception; a
+        loop of another kind that catches one and goes on calls it on every rank.
+        """
+        self._finalizer.leave()
+        self._stream.abandon()
 
     def validate(self, num_tokens: Tensor | None = None) -> None:
         """`Step.validate` of a wrapped step: one all-reduce over dp x cp on the last stage only.
@@ -310,17 +349,88 @@ class LossAggregator:
                     "report was called, but no wrapped step has run on this rank, where the loss "
                     "is computed. Run the schedule first, or use begin_step and step.report."
                 )
-            # This rank receives numbers only: no coefficient is used.
-            step = Step(self._settings.step_context(iteration=0), None, 1)
+            step = self._received = Step(self._settings.receiving_context(), None, 1)
         return step.report(forward_data_store, broadcast_over_pipeline=broadcast_over_pipeline)
+
+    @property
+    def is_empty(self) -> bool:
+        """`Step.is_empty` of the wrapped step that ran last: skip the optimizer then.
+
+        Waits for the device. On a rank without data it is known after `report`.
+        """
+        step = self._stream.active or self._received
+        if step is None:
+            raise LossAggError(
+                "is_empty is not known on this rank: no wrapped step has run on it. Call "
+                "aggregator.report(...) first, on every rank."
+            )
+        return step.is_empty
+
+    def share_is_empty(self) -> bool:
+        """`is_empty` on every rank: a broadcast over tp on the last stage, and one over pp."""
+        groups = self._settings.current_groups()
+        step = self._stream.active
+        has_plan = step is not None and step.plan is not None
+        is_empty = float(step.is_empty) if step is not None and has_plan else 0.0
+        box = torch.tensor([is_empty], dtype=torch.float64)
+        if groups.is_last_stage:
+            box = box.to(communication_device(groups.tp, box.device))
+            broadcast_from_first(box, groups.tp)
+        box = box.to(communication_device(groups.pp, box.device))
+        broadcast_from_last(box, groups.pp)
+        return bool(box.item())
+
+    def with_shared_counts(self, microbatch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A microbatch with what its metrics are divided by: a broadcast over tp, without a sync.
+
+        For a host whose tensor-parallel rank 0 alone has planned the step, and that sums reported
+        pairs itself; without metrics, or without tensor parallelism, nothing is sent. Every
+        tensor-parallel rank calls it on the stage that computes the loss, after rank 0 took the
+        microbatch from its wrapped iterator.
+        """
+        groups = self._settings.current_groups()
+        num_metrics = len(self._settings.objective.metric_sums)
+        if num_metrics == 0 or groups.tp_size == 1:
+            return microbatch
+        step = self._stream.active
+        found = None if groups.tp_rank > 0 or step is None else step.metric_divisors
+        if found is None:
+            found = torch.full((num_metrics,), torch.nan, dtype=torch.float64)
+        found = found.to(communication_device(groups.tp, found.device), copy=True)
+        broadcast_from_first(found, groups.tp)
+        return {**microbatch, METRIC_DIVISORS: found}
 
     def install_finalize_hook(self, model_config: Any = None) -> None:
         """Let `finalize_model_grads_func` of the config run this aggregator's checks.
 
-        `wrap` and `loss_func` do it by themselves. Call it for a config that is a copy of the
-        aggregator's: a schedule reads the hook from the config of its first model chunk.
+        Steps do it by themselves in the aggregator's `model_config`. Call it once for a config that
+        is a copy of it, after `finalize_model_grads_func` was set there: a schedule reads that from
+        the config of its first model chunk.
         """
-        self._finalizer.install(self.model_config if model_config is None else model_config)
+        self._finalizer.watch(self.model_config if model_config is None else model_config)
+        self._finalizer.enter()
+
+    def use_model_config(self, model_config: Any) -> None:
+        """Take the model's config where none was given; it stays what it was where one was.
+
+        Raises:
+            TypeError: not a model's config.
+        """
+        self._settings.config_source.set_default(model_config)
+
+    def measure_at_first_step(self) -> None:
+        """With contract="measure": let it happen when the first gradients are finalized.
+
+        There every rank of the job is at one place and has its model chunks, also where a trainer
+        owns the schedule. Every rank calls it before its first step.
+        """
+        if self._must_measure:
+            self._must_measure = False
+            self._finalizer.before_first_step = self._measure_chunks
+
+    def _measure_chunks(self, chunks: list[Any]) -> None:
+        self._finalizer.before_first_step = None
+        self.measure(model=chunks)
 
     def measure(self, **options: Any) -> Measurement:
         """Communicates over all groups: see `ScheduleContract.measure`. Every rank must call it."""
@@ -342,8 +452,18 @@ class LossAggregator:
 
     @property
     def model_config(self) -> Any:
-        """The model's `TransformerConfig`."""
+        """The model's `TransformerConfig`. Raises LossAggError while it is not known."""
         return self._settings.model_config
+
+    @property
+    def has_model_config(self) -> bool:
+        """Whether the model's config is known already."""
+        return self._settings.config_source.is_known
+
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether a run without gradients gives J: not if these would be divided at the end."""
+        return not self._settings.may_divide_later
 
     @property
     def weights_key(self) -> str:
@@ -354,9 +474,11 @@ class LossAggregator:
     def weights_keys(self) -> tuple[str, ...]:
         """The fields that carry weights: `weights_key`, and one more per further mode or mask.
 
-        A loop that broadcasts its microbatches over tensor-parallel ranks sends all of them.
+        A loop that broadcasts its microbatches over tensor-parallel ranks sends all of them. Where
+        `weights_key` is "loss_mask" and no term uses that mask, this field keeps the mask itself.
         """
-        return self._settings.objective.weights_keys(self.weights_key)
+        objective = self._settings.objective
+        return tuple(dict.fromkeys((self.weights_key, *objective.weights_keys(self.weights_key))))
 
     @property
     def must_measure(self) -> bool:
@@ -367,22 +489,38 @@ class LossAggregator:
         if self._must_measure:
             self.measure()
 
-    def _plan_wrapped_step(
-        self, microbatches: Sequence[Microbatch], num_units: int | None
-    ) -> tuple[Step, WeightPlan]:
-        context = self._step_context()
+    def _plan_step(
+        self, options: StreamOptions, microbatches: Sequence[Microbatch] | None, num: int
+    ) -> Step:
+        """A step of a wrapped stream; without microbatches deferred, or of a rank without data."""
+        context = self._settings.step_context(
+            None if options.iteration is None else options.iteration(),
+            forward_only=options.forward_only,
+            pairs_by_tokens=options.pairs_by_tokens,
+        )
         self.install_finalize_hook()
-        options = self._settings.weight_options(context.contract)
-        plan = WeightPlan(microbatches, options, context.groups, num_units=num_units)
-        return Step(context, plan, len(plan)), plan
+        if microbatches is None:
+            has_data = self._settings.is_deferred and self._stream.has_data
+            weights = self._settings.weight_options(context)
+            return Step(context, DeferredPlan(weights, num) if has_data else None, num)
+        num_units = options.num_units() if callable(options.num_units) else options.num_units
+        weights = self._settings.weight_options(context)
+        plan = WeightPlan(microbatches, weights, context.groups, num_units=num_units)
+        return Step(context, plan, len(plan))
 
-    def _step_context(self) -> StepContext:
-        """Of a wrapped step."""
-        return self._settings.step_context(self._iteration() if self._iteration else None)
 
-    def _plan_deferred_step(
-        self, microbatches: Sequence[Microbatch] | None, num_microbatches: int
-    ) -> tuple[Step, DeferredPlan]:
-        context = self._step_context()
-        plan = DeferredPlan(self._settings.weight_options(context.contract), num_microbatches)
-        return Step(context, plan, num_microbatches), plan
+def _pairs_by_tokens(forward_only: bool, evaluation_average: str | None) -> bool | None:
+    """Of an evaluated stream; None for one that is trained on, where the regime decides."""
+    if evaluation_average not in (None, "steps", "tokens"):
+        raise ValueError(
+            f"evaluation_average={evaluation_average!r} does not exist; expected 'steps' or "
+            "'tokens'."
+        )
+    if forward_only:
+        return evaluation_average == "tokens"
+    if evaluation_average is not None:
+        raise ValueError(
+            "evaluation_average is for evaluated streams, whose reports a host adds up over "
+            "several steps: pass forward_only=True with it."
+        )
+    return None

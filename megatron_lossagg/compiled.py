@@ -16,7 +16,7 @@ from megatron_lossagg.one_pass import OnePass
 
 _LOGGER = logging.getLogger(__name__)
 
-Way = Callable[[Any, Mapping[str, Any], tuple[Tensor, ...], tuple[float, ...]], Sums]
+Way = Callable[[Any, Mapping[str, Any], tuple[Tensor, ...], tuple[float, ...], bool], Sums]
 
 
 class CompiledSums:
@@ -59,9 +59,10 @@ class CompiledSums:
         microbatch: Mapping[str, Any],
         weights: tuple[Tensor, ...],
         coefficients: tuple[float, ...],
+        rows_are_sequences: bool,
     ) -> Sums:
         """See `Evaluation.sums_of`. A fault of a `loss_fn` itself is raised as it is."""
-        arguments = (output, microbatch, weights, coefficients)
+        arguments = (output, microbatch, weights, coefficients, rows_are_sequences)
         failures: list[tuple[Way, Exception]] = []
         for way in self.ways:
             if way is self._one_pass and not OnePass.applies_to(output, weights[0]):
@@ -99,7 +100,8 @@ class CompiledSums:
         microbatch: Mapping[str, Any],
         weights: tuple[Tensor, ...],
         coefficients: tuple[float, ...],
+        rows_are_sequences: bool,
     ) -> Sums:
         """A graph forward and, made by torch, one backward."""
-        partial_sums, reported = self._compiled(output, microbatch, weights)
+        partial_sums, reported = self._compiled(output, microbatch, weights, rows_are_sequences)
         return Sums.of(partial_sums, reported, coefficients)

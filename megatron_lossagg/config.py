@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_lossagg.microbatch import check_weights_key
 from megatron_lossagg.modes import ModeSpec
-from megatron_lossagg.plan import check_weights_key
 from megatron_lossagg.presets import preset_options
 from megatron_lossagg.schedule import check_options
 from megatron_lossagg.term_config import TermConfig

@@ -15,14 +15,17 @@ from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communicatio
 from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.units import LocalUnits
 
-# Layout of the vector that is reduced: 8 header entries, then 3 entries per mask slot. Its length
-# never depends on the configuration, so that ranks which were configured differently still run the
-# same collective and can find out. 32 int64 are 256 bytes.
-NUM_MASK_SLOTS = 8
+# Layout of the vector that is reduced: 8 header entries, 2 entries per mask slot (tokens, valid
+# sequences), and last the sequences, which are the same for all masks. Its length never depends on
+# the configuration, so that ranks which were configured differently still run the same collective
+# and can find out. 32 int64 are 256 bytes.
 _RANKS, _FINGERPRINT, _FINGERPRINT_SQUARED, _MICROBATCHES = range(4)
 _BAD_MASK_VALUES, _BAD_UNIT_IDS, _POSITIONS = 4, 5, 6
 _HEADER = 8
-VECTOR_LENGTH = _HEADER + 3 * NUM_MASK_SLOTS
+NUM_MASK_SLOTS = 11
+VECTOR_LENGTH = 32
+_SEQUENCES = VECTOR_LENGTH - 1
+NUM_HELD = VECTOR_LENGTH - _HEADER
 # fingerprint^2 summed over 2^14 ranks must stay below 2^63.
 FINGERPRINT_BITS = 24
 
@@ -41,22 +44,19 @@ class LocalCounts:
     units: list[LocalUnits | None]
     vector: Tensor
 
+    @property
+    def held(self) -> Tensor:
+        """Tokens and valid sequences of each mask, and last sequences, int64 [NUM_HELD]."""
+        return self.vector[_HEADER:]
+
 
 def count_local(
     sequences: list[Sequences],
     units: list[LocalUnits | None] | None = None,
     fingerprint: int = 0,
 ) -> LocalCounts:
-    """Count this rank's sequences, given for each distinct mask. Does not communicate.
-
-    Raises:
-        ValueError: more distinct masks than the vector has room for.
-    """
-    if len(sequences) > NUM_MASK_SLOTS:
-        raise ValueError(
-            f"{len(sequences)} distinct masks are counted, at most {NUM_MASK_SLOTS} can be: let "
-            "terms share a mask_key."
-        )
+    """Count this rank's sequences, given for each distinct mask. Does not communicate."""
+    assert len(sequences) <= NUM_MASK_SLOTS  # checked when masks were chosen
     units = [None] * len(sequences) if units is None else units
     main = sequences[0]
     known = [0] * VECTOR_LENGTH
@@ -66,11 +66,11 @@ def count_local(
     known[_MICROBATCHES] = len(main.masks)
     known[_POSITIONS] = sum(mask.numel() for mask in main.masks)
     vector = torch.tensor(known).to(main.num_tokens.device, non_blocking=True)
+    vector[_SEQUENCES] = main.num_seqs
     for slot, of_mask in enumerate(sequences):
-        start = _HEADER + 3 * slot
+        start = _HEADER + 2 * slot
         num_tokens = of_mask.num_tokens
         vector[start : start + 2] = torch.stack((num_tokens.sum(), (num_tokens > 0).sum()))
-        vector[start + 2] = of_mask.num_seqs
         vector[_BAD_MASK_VALUES] += of_mask.num_bad_values
     for of_units in units:
         if of_units is not None:
@@ -102,10 +102,11 @@ class PendingCounts:
         for work in self._works:
             work.wait()
         self._works = []
-        start = _HEADER + 3 * slot
-        counts = self._vector[start : start + 3].unbind()
+        start = _HEADER + 2 * slot
+        num_tokens, num_valid_seqs = self._vector[start : start + 2].unbind()
         of_units = self._unit_counts.get(slot)
-        return GlobalCounts(*counts, *(() if of_units is None else of_units.unbind()))
+        units = () if of_units is None else of_units.unbind()
+        return GlobalCounts(num_tokens, num_valid_seqs, self._vector[_SEQUENCES], *units)
 
     @property
     def num_positions(self) -> Tensor:
@@ -160,11 +161,18 @@ def start_reduction(local: LocalCounts, groups: ParallelGroups) -> PendingCounts
     return PendingCounts(vector, unit_counts, [work for work in works if work is not None])
 
 
+def held_counts(held: Sequence[float], slot: int) -> dict[str, int]:
+    """num_tokens, num_valid_seqs and num_seqs of a mask, from the numbers of `LocalCounts.held`."""
+    return {
+        "num_tokens": int(held[2 * slot]),
+        "num_valid_seqs": int(held[2 * slot + 1]),
+        "num_seqs": int(held[-1]),
+    }
+
+
 def check_given_counts(counts: GlobalCounts, local: LocalCounts, slot: int = 0) -> None:
     """Raise LossAggError if a caller's counts are below this rank's own. Waits for the device."""
-    start = _HEADER + 3 * slot
-    held_here = local.vector[start : start + 3].tolist()
-    for name, held in zip(("num_tokens", "num_valid_seqs", "num_seqs"), held_here, strict=True):
+    for name, held in held_counts(local.held.tolist(), slot).items():
         given = int(getattr(counts, name))
         if given < held:
             raise LossAggError(

@@ -1,4 +1,4 @@
-"""Terms and metrics on one microbatch: losses and values of tokens, and their weighted sums."""
+"""Terms and metrics on one microbatch: losses and values of tokens, and their sums."""
 
 from __future__ import annotations
 
@@ -10,24 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.loss import check_token_losses, masked_weighted_sum
+from megatron_lossagg.marks import valid_tokens
+from megatron_lossagg.metrics import Metric, check_metric, extreme_of_metric, sum_of_metric
 from megatron_lossagg.terms import LossTerm, Weighting
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A reported value that has no gradient.
-
-    Attributes:
-        name: its entry in the report.
-        term: the term whose `loss_fn` returns it.
-        normaliser: see `LossTerm`.
-        weighting: whose weighted sum it is; None for an extreme value.
-    """
-
-    name: str
-    term: str
-    normaliser: str
-    weighting: Weighting | None
 
 
 @dataclass(frozen=True)
@@ -36,13 +21,16 @@ class Sums:
 
     Attributes:
         total: sum of c_k S_k, the part of the objective, shape [], with its graph.
-        values: total and the sums of the report, detached, [num_sums].
+        values: total and, where terms are reported, S_k of each, detached, [num_values].
+        metric_sums: of each metric that is a sum, over valid tokens, not divided, detached, float64
+            [num_metric_sums]; None if there are none.
         extremes: maxima (minima negated) of this microbatch, detached, [num_extremes]; None if
             none are reported.
     """
 
     total: Tensor
     values: Tensor
+    metric_sums: Tensor | None
     extremes: Tensor | None
 
     @classmethod
@@ -70,18 +58,17 @@ class TermSums(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """What is reported beside the total: sums and extreme values, shape [] each, detached."""
+    """What is reported beside the total: S_k, sums and extremes of metrics, [] each, detached."""
 
-    sums: list[Tensor]
+    terms: list[Tensor]
+    metric_sums: list[Tensor]
     extremes: list[Tensor]
 
-    def with_total(self, total: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Values and extremes as of `Sums`: copies without a graph, in at least float32."""
-        values = [total.detach(), *self.sums]
-        dtype = torch.float32
-        for value in values:
-            dtype = torch.promote_types(dtype, value.dtype)
-        return _stack(values, dtype), _stack(self.extremes, dtype) if self.extremes else None
+    def with_total(self, total: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Values, metric sums and extremes as of `Sums`: copies without a graph."""
+        metric_sums = torch.stack(self.metric_sums) if self.metric_sums else None
+        extremes = _stacked(self.extremes) if self.extremes else None
+        return _stacked([total.detach(), *self.terms]), metric_sums, extremes
 
 
 class Evaluation:
@@ -106,10 +93,8 @@ class Evaluation:
         # Looked up once: a mode checks its options whenever a weighting is made.
         place = {weighting: index for index, weighting in enumerate(weightings)}
         self._place_of_term = tuple(place[term.weighting] for term in terms)
-        self._sums = tuple(m.name for m in metrics if m.weighting is not None)
-        self._extremes = tuple(m.name for m in metrics if m.weighting is None)
-        self._place_of_metric = {m.name: place[m.weighting] for m in metrics if m.weighting}
-        self._normaliser = {m.name: m.normaliser for m in metrics}
+        self._sums = tuple(m.name for m in metrics if not m.is_extreme)
+        self._extremes = tuple(m.name for m in metrics if m.is_extreme)
         self._report_terms = report_terms
 
     @property
@@ -123,15 +108,23 @@ class Evaluation:
         microbatch: Mapping[str, Any],
         weights: Sequence[Tensor],
         coefficients: Sequence[float],
+        rows_are_sequences: bool,
     ) -> Sums:
         """All terms and metrics on a microbatch."""
-        return Sums.of(*self.of_all(output, microbatch, weights), coefficients)
+        return Sums.of(*self.of_all(output, microbatch, weights, rows_are_sequences), coefficients)
 
     def of_all(
-        self, output: Any, microbatch: Mapping[str, Any], weights: Sequence[Tensor]
+        self,
+        output: Any,
+        microbatch: Mapping[str, Any],
+        weights: Sequence[Tensor],
+        rows_are_sequences: bool = True,
     ) -> tuple[list[Tensor], Reported]:
         """S_k of every term with its graph, and what is reported."""
-        found = [self.of_term(i, output, microbatch, weights) for i in range(self.num_terms)]
+        found = [
+            self.of_term(index, output, microbatch, weights, rows_are_sequences)
+            for index in range(self.num_terms)
+        ]
         return [sums.partial_sum for sums in found], self.reported(found)
 
     def of_term(
@@ -140,52 +133,56 @@ class Evaluation:
         output: Any,
         microbatch: Mapping[str, Any],
         weights: Sequence[Tensor],
+        rows_are_sequences: bool,
     ) -> TermSums:
         """Evaluate one term and its metrics."""
         term, term_weights = self._terms[index], weights[self._place_of_term[index]]
-        losses, values = _losses_and_metrics(term, output, microbatch)
-        check_token_losses(losses, term_weights, where=f" of term {term.name!r}")
+        where = f" of term {term.name!r}" if self._report_terms else ""
+        losses, values = _losses_and_metrics(term, output, microbatch, where)
+        check_token_losses(losses, term_weights, where=where)
         sums, extremes = {}, {}
+        is_valid = valid_tokens(term_weights) if values else term_weights
         for name, value in values.items():
-            check_token_losses(value, term_weights, where=f" as metric {name!r}")
-            value = value.detach()
-            if name in self._place_of_metric:
-                sums[name] = masked_weighted_sum(value, weights[self._place_of_metric[name]])
+            normaliser = term.metrics[name]
+            check_metric(
+                value, term_weights, name, normaliser, rows_are_sequences=rows_are_sequences
+            )
+            if name in self._sums:
+                sums[name] = sum_of_metric(value.detach(), is_valid)
             else:
-                extremes[name] = _extreme(value, term_weights, self._normaliser[name])
+                extremes[name] = extreme_of_metric(value.detach(), is_valid, normaliser)
         return TermSums(masked_weighted_sum(losses, term_weights), sums, extremes)
 
     def reported(self, found: Sequence[TermSums]) -> Reported:
         """Put what the terms gave into the order of the report."""
-        sums = [sums.partial_sum.detach() for sums in found] if self._report_terms else []
-        by_name = {name: value for of_term in found for name, value in of_term.sums.items()}
-        sums += [by_name[name] for name in self._sums]
-        by_name = {name: value for of_term in found for name, value in of_term.extremes.items()}
-        return Reported(sums, [by_name[name] for name in self._extremes])
+        terms = [sums.partial_sum.detach() for sums in found] if self._report_terms else []
+        sums = {name: value for of_term in found for name, value in of_term.sums.items()}
+        extremes = {name: value for of_term in found for name, value in of_term.extremes.items()}
+        return Reported(
+            terms,
+            [sums[name] for name in self._sums],
+            [extremes[name] for name in self._extremes],
+        )
 
 
 def _losses_and_metrics(
-    term: LossTerm, output: Any, microbatch: Mapping[str, Any]
+    term: LossTerm, output: Any, microbatch: Mapping[str, Any], where: str
 ) -> tuple[Any, Mapping[str, Tensor]]:
     """What the term's loss_fn gives; raises ValueError unless its metrics are the declared ones."""
     result = term.loss_fn(output, microbatch)
     losses, values = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if set(values) != set(term.metrics):
+    if not isinstance(values, Mapping) or set(values) != set(term.metrics):
+        names = sorted(values) if isinstance(values, Mapping) else type(values).__name__
         raise ValueError(
-            f"loss_fn of term {term.name!r} returned the metrics {sorted(values)}, but declared "
-            f"are {sorted(term.metrics)}: return (losses, {{name: values}}) with these names."
+            f"loss_fn{where} returned the metrics {names}, but declared are "
+            f"{sorted(term.metrics)}: return (losses, {{name: values}}) with these names."
         )
     return losses, values
 
 
-def _stack(values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _stacked(values: Sequence[Tensor]) -> Tensor:
+    """In one dtype, at least float32."""
+    dtype = torch.float32
+    for value in values:
+        dtype = torch.promote_types(dtype, value.dtype)
     return torch.stack([value.to(dtype) for value in values])
-
-
-def _extreme(value: Tensor, weights: Tensor, normaliser: str) -> Tensor:
-    """The largest counted value, or minus the smallest; -inf if none counts."""
-    signed = value if normaliser == "max" else -value
-    lowest = torch.full((), -float("inf"), dtype=signed.dtype, device=signed.device)
-    if signed.numel() == 0:
-        return lowest
-    return torch.where(weights != 0, signed, lowest).max()

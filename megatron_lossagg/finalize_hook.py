@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from megatron_lossagg.deferred import DeferredDivision
 from megatron_lossagg.refusals import uses_full_iteration_cuda_graph
+from megatron_lossagg.schedule_run import ScheduleRun, has_been_left
 
 
 class Participant(Protocol):
-    """Who is called when the schedule finalizes gradients."""
+    """Whose step it is when the schedule finalizes gradients."""
 
     def before_finalize(self, chunks: list[Any]) -> None:
         """The gradients are complete on this rank, and not reduced yet."""
+
+    @property
+    def deferred_factor(self) -> Callable[[], float] | None:
+        """What counts a deferred step and gives the factor of its gradients, if one runs."""
 
     def after_finalize(self, chunks: list[Any], num_tokens: Tensor | None) -> None:
         """The gradients are what the optimizer will see.
@@ -23,12 +31,47 @@ class Participant(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class _Entry:
+    participant: weakref.ref[Participant]
+    run: ScheduleRun | None
+
+
 class FinalizeHook:
-    """A `finalize_model_grads_func` that calls its participants around the original."""
+    """A `finalize_model_grads_func` that calls the participants of this run around the original.
+
+    A step enters when it begins or computes a loss. It leaves when gradients were finalized, when
+    another step enters in a later run of the schedule, or with its aggregator: nothing of a step
+    that ended or failed meets the gradients of a later one.
+
+    Attributes:
+        finalize: the function that was wrapped.
+        division: what divides gradients where denominators are deferred; stays with the config.
+    """
 
     def __init__(self, finalize: Callable[..., Any]) -> None:
         self.finalize = finalize
-        self.participants: list[Participant] = []
+        self.division: DeferredDivision | None = None
+        self._entries: list[_Entry] = []
+
+    @property
+    def participants(self) -> list[Participant]:
+        """Whose steps have begun and were not finalized yet."""
+        found = [entry.participant() for entry in self._entries]
+        return [participant for participant in found if participant is not None]
+
+    def enter(self, participant: Participant, *, begins: bool) -> None:
+        """A step of this participant runs; `begins` where it is a new one."""
+        if not begins and participant in self.participants:
+            return
+        run = ScheduleRun.current()
+        self.leave(participant)
+        self._entries = [entry for entry in self._entries if not has_been_left(entry.run, run)]
+        self._entries.append(_Entry(weakref.ref(participant), run))
+
+    def leave(self, participant: Participant) -> None:
+        """This participant's step failed, or begins anew."""
+        self._entries = [e for e in self._entries if e.participant() not in (participant, None)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's finalize_model_grads(model, num_tokens=None, ...)."""
@@ -36,10 +79,14 @@ class FinalizeHook:
         num_tokens = args[1] if len(args) > 1 else kwargs.get("num_tokens")
         # finalize sums it over ranks in place
         num_tokens = num_tokens.clone() if isinstance(num_tokens, Tensor) else None
-        for participant in self.participants:
+        participants, self._entries = self.participants, []
+        for participant in participants:
             participant.before_finalize(chunks)
         result = self.finalize(*args, **kwargs)
-        for participant in self.participants:
+        if self.division is not None:
+            factors = [p.deferred_factor for p in participants if p.deferred_factor is not None]
+            self.division(chunks, factors[-1] if factors else None)
+        for participant in participants:
             participant.after_finalize(chunks, num_tokens)
         return result
 
@@ -56,18 +103,17 @@ def _same(finalize: Callable[..., Any]) -> Callable[..., Any]:
     return finalize
 
 
-def install_finalize_hook(model_config: Any, participant: Participant) -> None:
-    """Call `participant` whenever the schedule finalizes gradients, once however often this runs.
+def hook_of(model_config: Any) -> FinalizeHook | None:
+    """The hook in `model_config.finalize_model_grads_func`, put there if it is missing.
 
-    With full-iteration CUDA graphs nothing is installed: finalize would be captured with the step,
-    and participants read values. Nor is it where `finalize_model_grads_func` is not set.
+    None where that function is not set, and with full-iteration CUDA graphs: finalize would be
+    captured with the step, and participants read values.
     """
     if uses_full_iteration_cuda_graph(model_config):
-        return
+        return None
     hook = getattr(model_config, "finalize_model_grads_func", None)
     if hook is None:
-        return
+        return None
     if not isinstance(hook, FinalizeHook):
         hook = model_config.finalize_model_grads_func = FinalizeHook(hook)
-    if participant not in hook.participants:
-        hook.participants.append(participant)
+    return hook

@@ -1,16 +1,25 @@
-"""What an aggregator does when the schedule finalizes gradients."""
+"""What an aggregator does when the schedule finalizes the gradients of one of its steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_lossagg.deferred import DeferredPlan, gradient_factor, sum_over_ranks
+from megatron_lossagg.deferred import DeferredDivision, DeferredPlan, sum_over_ranks
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.finalize_hook import install_finalize_hook
+from megatron_lossagg.finalize_hook import hook_of
+from megatron_lossagg.groups import (
+    ParallelGroups,
+    broadcast_from_first,
+    communication_device,
+)
 from megatron_lossagg.refusals import refuse_wrappers
 from megatron_lossagg.settings import Settings
+from megatron_lossagg.step import Step
 from megatron_lossagg.stream import WrappedStream
 
 
@@ -20,10 +29,38 @@ class Finalizer:
     def __init__(self, settings: Settings, stream: WrappedStream) -> None:
         self._settings = settings
         self._stream = stream
+        self._configs: list[Any] = []
         self.measured_wrappers: tuple[type, ...] = ()
+        self.before_first_step: Callable[[list[Any]], None] | None = None
 
-    def install(self, model_config: Any) -> None:
-        """Make `model_config.finalize_model_grads_func` call this object, once."""
+    def watch(self, model_config: Any) -> None:
+        """From now on, steps are finalized by this config's function, too."""
+        if not any(config is model_config for config in self._configs):
+            self._configs.append(model_config)
+        if self._settings.is_deferred:
+            self._divide_in(model_config)
+
+    def enter(self, *, begins: bool = True) -> None:
+        """A step begins, or computes a loss: it takes part when gradients are finalized next."""
+        for config in self._configs:
+            hook = hook_of(config)
+            if hook is not None:
+                hook.enter(self, begins=begins)
+
+    def leave(self) -> None:
+        """The step failed: it takes part in nothing."""
+        for config in self._configs:
+            hook = hook_of(config)
+            if hook is not None:
+                hook.leave(self)
+
+    def _divide_in(self, model_config: Any) -> None:
+        hook = hook_of(model_config)
+        if hook is not None and hook.division is None and self._settings.may_divide_later:
+            hook.division = DeferredDivision(partial(_current_groups, self._settings.groups))
+
+    def check_is_set(self, model_config: Any) -> None:
+        """Raise LossAggError where deferred gradients would never be divided."""
         finalize = getattr(model_config, "finalize_model_grads_func", None)
         if self._settings.is_deferred and finalize is None:
             raise LossAggError(
@@ -31,10 +68,11 @@ class Finalizer:
                 "is not set. Set it before wrap, as Megatron-LM's train() does: "
                 "config.finalize_model_grads_func = finalize_model_grads."
             )
-        install_finalize_hook(model_config, self)
 
     def before_finalize(self, chunks: list[Any]) -> None:
-        """Raise LossAggError if the wrapper of a model chunk cannot be honoured."""
+        """Measure once if that was asked for; raise if a chunk's wrapper cannot be honoured."""
+        if self.before_first_step is not None:
+            self.before_first_step(chunks)
         contract = self._settings.current_contract()
         refuse_wrappers(
             chunks,
@@ -43,22 +81,49 @@ class Finalizer:
             measured=self.measured_wrappers,
         )
 
-    def after_finalize(self, chunks: list[Any], num_tokens: Tensor | None) -> None:
-        """Divide deferred gradients (communicates over dp, tp and pp), then `Step.validate`."""
+    @property
+    def deferred_factor(self) -> Callable[[], float] | None:
+        """Counts the deferred step and gives the factor of its gradients; None if none runs."""
         contract = self._settings.current_contract()
-        if self._settings.divides_later(contract):
-            self._divide(chunks, contract.regime)
+        if not self._settings.divides_later(contract):
+            return None
+        return partial(self._count_and_divide, contract.regime)
+
+    def after_finalize(self, chunks: list[Any], num_tokens: Tensor | None) -> None:
+        """`Step.validate`; counts of a deferred step that Megatron divides itself: over dp, tp."""
+        groups = self._settings.current_groups()
+        if self._settings.is_deferred and groups.is_last_stage:
+            contract = self._settings.current_contract()
+            if not self._settings.divides_later(contract):
+                self._count()
         self._stream.validate(num_tokens)
 
-    def _divide(self, chunks: list[Any], regime: str) -> None:
+    def _count(self) -> tuple[Step | None, DeferredPlan | None]:
+        """Sum the counts of the deferred step, on the last stage, and give them to its plan."""
         step = self._stream.active
+        if step is not None and step.is_validated:
+            step = None
         plan = None if step is None else step.plan
         assert plan is None or isinstance(plan, DeferredPlan)
         pending = sum_over_ranks(plan, self._settings.current_groups())
-        factor = gradient_factor(self._settings.main_spec, regime, pending.wait())
-        for chunk in chunks:
-            chunk.scale_gradients(factor)
-        if plan is not None:
-            plan.settle(pending)
+        if plan is not None and pending is not None:
+            plan.set_counts(pending)
+        return step, plan
+
+    def _count_and_divide(self, regime: str) -> float:
+        step, plan = self._count()
+        is_counted = plan is not None and plan.counts_are_known
+        factor = plan.gradient_factor(regime) if plan is not None and is_counted else 1.0
+        groups = self._settings.current_groups()
+        # Tensor-parallel ranks without data know counts, but not of which masks.
+        box = torch.tensor([factor], dtype=torch.float64)
+        box = box.to(communication_device(groups.tp, box.device))
+        broadcast_from_first(box, groups.tp)
+        [factor] = box.tolist()
         if step is not None:
             step.divide_reports(factor)
+        return factor
+
+
+def _current_groups(groups: ParallelGroups | None) -> ParallelGroups:
+    return ParallelGroups.from_megatron() if groups is None else groups

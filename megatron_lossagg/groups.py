@@ -104,6 +104,11 @@ class ParallelGroups:
         return cls()
 
     @property
+    def is_of_megatron(self) -> bool:
+        """Whether there is any process group, as in every job of Megatron."""
+        return any(g is not None for g in (self.dp, self.cp, self.dp_cp, self.pp, self.tp))
+
+    @property
     def dp_size(self) -> int:
         """D, the number of ranks that hold different data."""
         return _size(self.dp)

@@ -9,20 +9,19 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lossagg.compiled import CompiledSums
-from megatron_lossagg.evaluation import Evaluation, Metric, Sums
+from megatron_lossagg.evaluation import Evaluation, Sums
+from megatron_lossagg.metrics import Metric
+from megatron_lossagg.microbatch_report import ReportNames
 from megatron_lossagg.modes import get_mode
-from megatron_lossagg.report import Totals
-from megatron_lossagg.terms import LossTerm, Weighting, distinct_masks
+from megatron_lossagg.terms import MAIN_MASK, LossTerm, Weighting, distinct_masks
 
-MAIN_MASK = "loss_mask"
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
 
 
 class Objective:
     """Terms, metrics and the distinct weightings that they need.
 
-    The first weighting belongs to the main mask, `loss_mask` (or the first term's if no term uses
-    that), whose tokens are those that Megatron counts.
+    The first weighting belongs to `loss_mask` if any does: Megatron counts its tokens.
     """
 
     def __init__(
@@ -43,15 +42,19 @@ class Objective:
         # Made once: a mode checks its options whenever one is made.
         self._term_weightings = tuple(term.weighting for term in self.terms)
         self.metrics = tuple(
-            Metric(name, term.name, normaliser, term.metric_weighting(name))
+            Metric(name, term.name, normaliser, term.sequence_count, term.mask_key)
             for term in terms
             for name, normaliser in term.metrics.items()
         )
-        self.sums = tuple(m for m in self.metrics if m.weighting is not None)
-        self.extremes = tuple(m for m in self.metrics if m.weighting is None)
-        term_names = [term.name for term in terms] if report_terms else []
-        self.sum_names = ("loss", *term_names, *(m.name for m in self.sums))
-        _check_distinct([*self.sum_names, *(m.name for m in self.extremes)])
+        self.metric_sums = tuple(m for m in self.metrics if not m.is_extreme)
+        self.extremes = tuple(m for m in self.metrics if m.is_extreme)
+        self.reported_terms = self.terms if report_terms else ()
+        self.names = ReportNames(
+            ("loss", *(term.name for term in self.reported_terms)),
+            tuple(m.name for m in self.metric_sums),
+            tuple(m.name for m in self.extremes),
+        )
+        _check_distinct([name for names in self.names for name in names])
         self.weightings = self._distinct_weightings()
         self.evaluation = Evaluation(
             terms, self.metrics, self.weightings, report_terms=report_terms
@@ -59,9 +62,7 @@ class Objective:
         self._sums_of = CompiledSums(self.evaluation) if compile else self.evaluation.sums_of
 
     def _distinct_weightings(self) -> tuple[Weighting, ...]:
-        needed = list(self._term_weightings)
-        needed += [m.weighting for m in self.sums if m.weighting is not None]
-        found = list(dict.fromkeys(needed))
+        found = list(dict.fromkeys(self._term_weightings))
         main = [i for i, w in enumerate(found) if w.mask_key == MAIN_MASK]
         if main:
             found.insert(0, found.pop(main[0]))
@@ -69,8 +70,24 @@ class Objective:
 
     @property
     def mask_keys(self) -> tuple[str, ...]:
-        """The distinct masks, the main one first."""
+        """The distinct masks of the terms, `loss_mask` first if a term uses it."""
         return distinct_masks(self.weightings)
+
+    @property
+    def places_of_metric_sums(self) -> tuple[int, ...]:
+        """For each metric that is a sum, the place of its term's weighting."""
+        place = {t.name: self.weightings.index(t.weighting) for t in self.terms}
+        return tuple(place[metric.term] for metric in self.metric_sums)
+
+    def masks_of_terms_that_train(self, coefficients: Sequence[float]) -> tuple[str, ...]:
+        """The distinct masks of terms whose coefficient is not 0."""
+        pairs = zip(self.terms, coefficients, strict=True)
+        return tuple(dict.fromkeys(term.mask_key for term, c in pairs if c != 0))
+
+    @property
+    def has_coefficient_schedules(self) -> bool:
+        """Whether a coefficient depends on the iteration."""
+        return any(callable(term.coefficient) for term in self.terms)
 
     @property
     def has_checksums(self) -> bool:
@@ -87,27 +104,31 @@ class Objective:
         return (tuple(terms), self.metrics)
 
     def weights_keys(self, weights_key: str) -> tuple[str, ...]:
-        """The field of a microbatch for each weighting: the key itself, then key_1, key_2, ..."""
-        further = (f"{weights_key}_{i}" for i in range(1, len(self.weightings)))
-        return (weights_key, *further)
+        """The field of a microbatch for each weighting: the key itself, then key_1, key_2, ...
+
+        A field `loss_mask` keeps the mask itself where no term uses that mask: Megatron counts its
+        tokens, and no weights could tell them. All weightings then have further fields.
+        """
+        keeps_mask = self.keeps_mask(weights_key)
+        numbers = range(1, len(self.weightings) + (1 if keeps_mask else 0))
+        further = (f"{weights_key}_{i}" for i in numbers)
+        return tuple(further) if keeps_mask else (weights_key, *further)
+
+    def keeps_mask(self, weights_key: str) -> bool:
+        """Whether the field of that name holds `loss_mask` itself, beside the weights."""
+        return weights_key == MAIN_MASK and self.weightings[0].mask_key != MAIN_MASK
 
     def coefficients(self, iteration: int | None) -> tuple[float, ...]:
         """c_k of every term."""
         return tuple(term.coefficient_at(iteration) for term in self.terms)
 
-    def values_of(self, totals: Totals) -> dict[str, float]:
-        """Every reported value of the global batch: sums first, divided once."""
-        # Under R3 a batch without a valid token has denominator 0, and nothing divides.
-        found = {
-            name: numerator / denominator if denominator else numerator
-            for name, (numerator, denominator) in zip(
-                self.sum_names, totals.pairs.tolist(), strict=True
-            )
-        }
-        for metric, value in zip(self.extremes, totals.extremes.tolist(), strict=True):
-            value = value if metric.normaliser == "max" else -value
-            found[metric.name] = value if math.isfinite(value) else math.nan
-        return found
+    def extreme_values(self, largest: Sequence[float]) -> list[float]:
+        """Minima and maxima from maxima (minima negated); NaN over no valid token."""
+        signed = [
+            value if metric.normaliser == "max" else -value
+            for metric, value in zip(self.extremes, largest, strict=True)
+        ]
+        return [value if math.isfinite(value) else math.nan for value in signed]
 
     def sums_of(
         self,
@@ -115,11 +136,15 @@ class Objective:
         microbatch: Mapping[str, Any],
         weights: Sequence[Tensor],
         coefficients: Sequence[float],
+        *,
+        rows_are_sequences: bool,
     ) -> Sums:
         """Evaluate every term and metric on a microbatch. No collective, no host sync."""
         if self._prepare is not None:
             output = self._prepare(output, microbatch)
-        return self._sums_of(output, microbatch, tuple(weights), tuple(coefficients))
+        return self._sums_of(
+            output, microbatch, tuple(weights), tuple(coefficients), rows_are_sequences
+        )
 
 
 def _check_distinct(names: Sequence[str]) -> None:

@@ -55,6 +55,7 @@ class OnePass:
         microbatch: Mapping[str, Any],
         weights: tuple[Tensor, ...],
         coefficients: tuple[float, ...],
+        rows_are_sequences: bool,
     ) -> Sums:
         """See `Evaluation.sums_of`. Raises if it cannot be compiled so.
 
@@ -64,19 +65,20 @@ class OnePass:
         # torch.func.grad turns these hooks off, and leaves them so where compiling it fails midway.
         without_hooks = torch.autograd.graph.disable_saved_tensors_hooks("compile=True is at work.")
         with torch.no_grad(), without_hooks:
-            total, values, extremes, gradients, depends = self._compiled(
+            total, values, metric_sums, extremes, gradients, depends = self._compiled(
                 pytree.tree_map(Tensor.detach, output),
                 tuple(leaf.requires_grad for leaf in leaves),
                 microbatch,
                 weights,
                 self._on_device(coefficients, weights[0].device),
+                rows_are_sequences,
             )
         # Without a graph where plain Python gives none, so that a backward pass raises there, too.
         counted = [d for d, c in zip(depends, coefficients, strict=True) if c != 0] or depends[:1]
         if any(counted):
             differentiated = [leaf for leaf in leaves if leaf.requires_grad]
             total = _WithGradients.apply((total, gradients), *differentiated)
-        return Sums(total, values, extremes)
+        return Sums(total, values, metric_sums, extremes)
 
     def _with_gradients(
         self,
@@ -85,8 +87,9 @@ class OnePass:
         microbatch: Mapping[str, Any],
         weights: tuple[Tensor, ...],
         coefficients: tuple[Tensor, ...],
-    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor], list[bool]]:
-        """Total, values and extremes as of `Sums`, the gradients that are needed of the total.
+        rows_are_sequences: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, list[Tensor], list[bool]]:
+        """The fields of `Sums`, the gradients that are needed of the total.
 
         And for every term whether it depends on the output at all.
         """
@@ -105,7 +108,9 @@ class OnePass:
                 by_leaf = zip(leaves, is_needed, strict=True)
                 merged = [next(given) if needed else leaf for leaf, needed in by_leaf]
                 output = pytree.tree_unflatten(merged, structure)
-                sums = self._evaluation.of_term(index, output, microbatch, weights)
+                sums = self._evaluation.of_term(
+                    index, output, microbatch, weights, rows_are_sequences
+                )
                 depends.append(sums.partial_sum.requires_grad)
                 return sums.partial_sum, sums
 
@@ -114,9 +119,9 @@ class OnePass:
             parts.append(_times(coefficient, value))
             gradients.append([_times(coefficient, leaf) for leaf in gradient])
         total = torch.stack(parts).sum()
-        values, extremes = self._evaluation.reported(found).with_total(total)
+        values, metric_sums, extremes = self._evaluation.reported(found).with_total(total)
         of_total = [sum(of_terms[1:], of_terms[0]) for of_terms in zip(*gradients, strict=True)]
-        return total, values, extremes, of_total, depends
+        return total, values, metric_sums, extremes, of_total, depends
 
     def _on_device(
         self, coefficients: tuple[float, ...], device: torch.device
@@ -130,7 +135,8 @@ class OnePass:
         found = self._coefficients.get(key)  # another thread may replace the dict
         if found is None:
             on_device = partial(torch.full, (1,), dtype=torch.float64, device=device)
-            found = tuple(on_device(c) for c in coefficients)
+            with torch.inference_mode(False):  # made while evaluating, used while training
+                found = tuple(on_device(c) for c in coefficients)
             self._coefficients = {key: found}
         return found
 

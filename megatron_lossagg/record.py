@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_lossagg.counts import NUM_HELD, held_counts
 from megatron_lossagg.deferred import DeferredPlan
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communication_device
+from megatron_lossagg.groups import all_reduce_sum, communication_device
+from megatron_lossagg.microbatch_report import MicrobatchReport
 from megatron_lossagg.plan import WeightPlan
 from megatron_lossagg.schedule import ScheduleContract
+from megatron_lossagg.step_context import StepContext
 
 
 @dataclass
@@ -33,8 +36,9 @@ class PassRecord:
         weight_sums: per call, the sums of the weights that it saw, float64 [num_weightings].
         returned: per call, the sums of which S comes first, and an alias of the tensor that was
             returned, S times the contract's factor, which the schedule rescales in place.
-        num_tokens: what each call with a gradient returned as its number of tokens (R3).
-        reports: what each call reported, [num_sums, 2].
+        num_tokens: what each call returned as its number of tokens (R3).
+        reports: what each call reported.
+        tokens_seen: without a plan, above 0 if a call saw a valid token; see `Totals`.
         coarsest_eps: the largest machine epsilon among the weights' dtypes.
         is_validated: whether `validate` has looked at it: what happens afterwards is a new pass.
     """
@@ -44,9 +48,15 @@ class PassRecord:
     weight_sums: list[Tensor] = field(default_factory=list)
     returned: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     num_tokens: list[Tensor] = field(default_factory=list)
-    reports: list[Tensor] = field(default_factory=list)
+    reports: list[MicrobatchReport] = field(default_factory=list)
+    tokens_seen: Tensor | None = None
     coarsest_eps: float = 0.0
     is_validated: bool = False
+
+    def see_tokens(self, num_tokens: Tensor) -> None:
+        """Note valid tokens of a call; no value is read."""
+        before = self.tokens_seen
+        self.tokens_seen = num_tokens if before is None else before + num_tokens.to(before.device)
 
     def add_loss_call(self, weights: Sequence[Tensor]) -> None:
         """Note a call of `loss_func`; no value is read."""
@@ -123,52 +133,116 @@ def _other_rescaling(
     return None
 
 
+@dataclass(frozen=True)
+class GroupSums:
+    """What the ranks of the last stage found, summed over dp x cp.
+
+    Attributes:
+        weights: of each weighting, what `loss_func` saw.
+        planned: of each weighting, the weights that were planned, where a mode has no checksum.
+        num_tokens: what `loss_func` returned as its numbers of tokens (R3).
+        held: what planned microbatches hold, see `counts.held_counts`.
+        num_problems: ranks that found a fault of their own.
+    """
+
+    weights: list[float]
+    planned: list[float]
+    num_tokens: float
+    held: list[float]
+    num_problems: float
+
+
 def check_with_others(
     record: PassRecord,
     problems: list[str],
     plan: WeightPlan | DeferredPlan | None,
-    contract: ScheduleContract,
-    groups: ParallelGroups,
-    *,
-    num_weightings: int,
-    check_sum: bool,
-    compare_with_plan: bool = False,
-    plan_copies: int = 1,
-) -> None:
-    """Compare sums of all weights with the modes' checksums: one all-reduce over dp x cp.
+    context: StepContext,
+) -> GroupSums:
+    """Compare what all ranks saw with what was planned: one all-reduce over dp x cp.
 
     Only ranks of the last pipeline stage call it, all of them, also those that found a problem:
-    then every rank raises and none waits for the others. `compare_with_plan` is set on all ranks if
-    a mode has no checksum; a plan's weights are on `plan_copies` context-parallel ranks.
+    then every rank raises and none waits for the others.
     """
-    fallback = record.weight_sums[0].device if record.weight_sums else torch.device("cpu")
-    device = communication_device(groups.dp_cp, fallback)
-    weight_sum = (
-        torch.stack(record.weight_sums).sum(dim=0)
-        if record.weight_sums
-        else torch.zeros(num_weightings, dtype=torch.float64)
-    )
-    planned = torch.zeros(num_weightings, dtype=torch.float64)
-    if compare_with_plan and isinstance(plan, WeightPlan):
-        planned = plan.planned_weight_sums()
-    has_problem = torch.tensor([float(bool(problems))], dtype=torch.float64)
-    totals = torch.cat([weight_sum.to(device), planned.to(device), has_problem.to(device)])
-    all_reduce_sum(totals, groups.dp_cp)
-    *sums, num_ranks_with_problems = totals.tolist()
-    found, planned_sums = sums[:num_weightings], sums[num_weightings:]
+    sums = _sum_over_ranks(record, problems, plan, context)
     raise_problems(problems)
-    if num_ranks_with_problems:
+    if sums.num_problems:
         raise LossAggError(
-            f"{int(num_ranks_with_problems)} other rank(s) of this data x context parallel group "
-            "found a fault in the step; their message says which. Do not step the optimizer."
+            f"{int(sums.num_problems)} other rank(s) of this data x context parallel group found a "
+            "fault in the step; their message says which. Do not step the optimizer."
         )
-    expected = plan.expected_weight_sums() if plan is not None and check_sum else None
-    if expected is None:
-        return
-    for index, checksum in enumerate(expected.tolist()):
+    if plan is None or not context.sees_weights or not plan.counts_are_known:
+        return sums
+    contract = context.contract
+    if isinstance(plan, WeightPlan) and plan.counts_are_given:
+        _check_given(plan, sums, contract)
+    _check_num_tokens(sums, plan, record, context)
+    expected = plan.expected_weight_sums()
+    for index, checksum in enumerate(() if expected is None else expected.tolist()):
         if math.isnan(checksum):  # a registered mode without one; whole masks are on all C ranks
-            checksum = planned_sums[index] / plan_copies
-        _check_sum(found[index] / contract.cp_copies, checksum, index, record, contract)
+            checksum = sums.planned[index] / context.plan_copies
+        _check_sum(sums.weights[index] / contract.cp_copies, checksum, index, record, contract)
+    return sums
+
+
+def _sum_over_ranks(
+    record: PassRecord,
+    problems: list[str],
+    plan: WeightPlan | DeferredPlan | None,
+    context: StepContext,
+) -> GroupSums:
+    fallback = record.weight_sums[0].device if record.weight_sums else torch.device("cpu")
+    device = communication_device(context.groups.dp_cp, fallback)
+    sizes = [len(context.weights_keys), len(context.weights_keys), 1, NUM_HELD, 1]
+    weights, planned, num_tokens, held, num_problems = (
+        torch.zeros(size, dtype=torch.float64, device=device) for size in sizes
+    )
+    if record.weight_sums:
+        weights += torch.stack(record.weight_sums).sum(dim=0).to(device)
+    if record.num_tokens:
+        num_tokens += torch.stack(record.num_tokens).sum().to(device)
+    if isinstance(plan, WeightPlan):
+        held += plan.held_here.to(device)
+        if not context.objective.has_checksums:
+            planned += plan.planned_weight_sums().to(device)
+    num_problems += float(bool(problems))
+    totals = torch.cat([weights, planned, num_tokens, held, num_problems])
+    all_reduce_sum(totals, context.groups.dp_cp)
+    parts = [part.tolist() for part in totals.split(sizes)]
+    return GroupSums(parts[0], parts[1], parts[2][0], parts[3], parts[4][0])
+
+
+def _check_given(plan: WeightPlan, sums: GroupSums, contract: ScheduleContract) -> None:
+    """Raise LossAggError if a driver's counts are not those of the microbatches of all ranks."""
+    held = [number / contract.cp_size for number in sums.held]  # whole masks are on all C ranks
+    for slot, mask_key in enumerate(plan.mask_keys):
+        given = plan.given_counts.get(mask_key)
+        for name, held_by_all in held_counts(held, slot).items():
+            if given is not None and int(getattr(given, name)) != held_by_all:
+                expected = plan.expected_weight_sums()[0].item()
+                raise LossAggError(
+                    f"counts says {name}={int(getattr(given, name))} for {mask_key!r}, but the "
+                    f"microbatches of all ranks hold {held_by_all}. The weights sum to "
+                    f"{sums.weights[0] / contract.cp_copies:.9g} over them, where the mode's "
+                    f"checksum is {expected:.9g}. Pass the counts of exactly the microbatches of "
+                    "this step, or leave counts out: they are then counted."
+                )
+
+
+def _check_num_tokens(
+    sums: GroupSums, plan: WeightPlan | DeferredPlan, record: PassRecord, context: StepContext
+) -> None:
+    """In R3 finalize divides by what `loss_func` returned as numbers of tokens."""
+    if context.contract.regime != "R3":
+        return
+    expected = int(plan.counts.num_tokens)
+    if sums.num_tokens != expected:
+        raise LossAggError(
+            f"The numbers of tokens that loss_func returned sum to {int(sums.num_tokens)}, but the "
+            f"mask of the global batch has {expected} valid tokens. Megatron divides gradients by "
+            "the first number when calculate_per_token_loss is on: give loss_func the microbatch "
+            "with its 'loss_mask' (or the weights that replaced it, whose zeros keep their sign) "
+            "as the iterator yielded it, sliced over context-parallel ranks as the losses are."
+        )
 
 
 def _check_sum(

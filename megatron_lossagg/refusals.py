@@ -125,8 +125,11 @@ def refuse_wrappers(
         elif _is_megatron_fsdp(chunk) and type(chunk) not in measured:
             raise LossAggError(
                 "Megatron-FSDP is not proved: its sharded gradients need NCCL. Let this job prove "
-                "it before the first step: aggregator.measure(model=model_chunks), on every rank, "
-                "raises if anything is scaled otherwise. Or use DistributedDataParallel."
+                "it: LossAggregator(..., contract='measure') with make_forward_step measures when "
+                "the first gradients are finalized, also inside pretrain(); in a loop of your own, "
+                "call aggregator.measure(model=model_chunks) on every rank between building the "
+                "model and the first schedule call. It raises if anything is scaled otherwise. Or "
+                "use DistributedDataParallel."
             )
 
 

@@ -1,40 +1,25 @@
-"""Reported values: numerators and denominators, summed first and divided once."""
+"""Reported values of a step: summed over microbatches and ranks first, divided once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.errors import LossAggError, keys_or_type
 from megatron_lossagg.groups import (
     ParallelGroups,
+    all_reduce_max,
     all_reduce_sum,
     broadcast_from_first,
     broadcast_from_last,
     communication_device,
 )
-
-
-class MicrobatchReport(dict[str, Tensor]):
-    """What `loss_func` reports of one microbatch: name -> [numerator, denominator], shape [2].
-
-    The values are views of one tensor, and are what Megatron-LM's train_step sums. Minima and
-    maxima are no quotients of sums: they are in `extremes` alone.
-
-    Attributes:
-        packed: all pairs, [num_sums, 2].
-        extremes: maxima, and minima negated, [num_extremes]; None if none are reported.
-    """
-
-    def __init__(self, names: Sequence[str], packed: Tensor, extremes: Tensor | None) -> None:
-        super().__init__(zip(names, packed.unbind(), strict=True))
-        self.packed = packed
-        self.extremes = extremes
+from megatron_lossagg.microbatch_report import ReportNames
 
 
 @dataclass(frozen=True)
@@ -42,131 +27,172 @@ class Totals:
     """Reports of the global batch, on the host.
 
     Attributes:
-        pairs: float64 [num_sums, 2]: numerators and denominators.
-        extremes: float64 [num_extremes].
-        facts: float64 [num_facts], the mean over the ranks that know them; NaN if none does.
-        evidence: above zero if the global batch has a valid token.
+        pairs: numerators and denominators of the loss, its terms and metric sums.
+        metric_sums: over the valid tokens of the global batch, not divided; NaN where a host has
+            copied reports into plain dicts, which hold pairs alone.
+        extremes: maxima, and minima negated.
+        counts: what the ranks that know the counts of the step brought; None if none does.
+        tokens_seen: what the others brought, above 0 if they saw a valid token of a term that
+            trains.
     """
 
-    pairs: Tensor
-    extremes: Tensor
-    facts: Tensor
-    evidence: float
+    pairs: list[list[float]]
+    metric_sums: list[float]
+    extremes: list[float]
+    counts: list[float] | None
+    tokens_seen: float
+
+    def values(
+        self, names: ReportNames, value_factors: Sequence[float], divisors: Sequence[float]
+    ) -> dict[str, float]:
+        """The loss, terms and metrics that are sums, by name: sums first, divided once."""
+        found = {}
+        num_values = len(names.values)
+        for name, (numerator, denominator), factor in zip(
+            names.values, self.pairs[:num_values], value_factors, strict=True
+        ):
+            # A batch without a valid token has denominator 0 where n is that, and nothing divides.
+            found[name] = (numerator / denominator if denominator else numerator) * factor
+        for name, total, (numerator, denominator), divisor in zip(
+            names.metric_sums, self.metric_sums, self.pairs[num_values:], divisors, strict=True
+        ):
+            if math.isnan(total) and denominator:
+                found[name] = numerator / denominator
+            else:
+                found[name] = total / divisor if divisor else math.nan
+        return found
 
 
 def reduce_reports(
     forward_data_store: Sequence[Mapping[str, Tensor]],
-    names: Sequence[str],
+    names: ReportNames,
     groups: ParallelGroups,
     *,
-    num_extremes: int = 0,
-    num_reports: int | None = None,
-    evidence_of_tokens: Tensor,
-    facts: Tensor | None = None,
-    num_facts: int = 0,
+    num_reports: int | None,
+    counts: Tensor | None,
+    num_counts: int,
+    needs_counts: bool,
+    tokens_seen: Tensor | None = None,
+    problem: str | None = None,
     broadcast_over_pipeline: bool = True,
 ) -> Totals | None:
     """Sum reports over microbatches and ranks: all-reduces over dp x cp, a broadcast over pp.
 
-    One all-reduce of sums; with extremes one of maxima; with facts a broadcast over tp from the
-    rank that knows them. All on the last stage.
+    One all-reduce of sums, with minima and maxima one more; with `needs_counts` and tensor
+    parallelism a broadcast over tp from the rank that knows the counts. All on the last stage.
 
     Args:
         forward_data_store: what the schedule returned: on the last stage one `MicrobatchReport` (or
             a dict with its pairs) per microbatch; empty elsewhere.
-        names: the pairs, in the order of the result; the same on every rank.
+        names: of the report; the same on every rank.
         groups: the process groups.
-        num_extremes: how many minima and maxima a report has.
         num_reports: how many the schedule must have returned on a last-stage rank: M. None: at
             least one.
-        evidence_of_tokens: float64, shape [], above zero if this rank knows of a valid token; it
-            travels along so that ranks without data learn whether the batch is empty.
-        facts: float64 [num_facts], numbers that are equal on all ranks that know them; None where
+        counts: float64 [num_counts], numbers that are equal on all ranks that know them; None where
             they are not known.
-        num_facts: how many there are, on every rank.
+        num_counts: how many there are, on every rank.
+        needs_counts: whether values depend on them; the same on every rank.
+        tokens_seen: see `Totals`, float64 [], on a rank without counts.
+        problem: what else is wrong on this rank.
         broadcast_over_pipeline: also give the other stages the numbers. Without it they get None.
 
     Raises:
         LossAggError: on every rank that gets numbers, if a last-stage rank brings no reports,
-            another number of them or one that lacks an entry. Such a rank joins the collectives
-            first, so that none waits for it.
+            another number of them, one that lacks an entry, or a problem. Such a rank joins the
+            collectives first, so that none waits for it.
     """
     device = torch.device("cpu")
-    problem = None
-    num_pairs = len(names)
-    # numerators and denominators, facts, then: ranks that know the facts, evidence, problems
-    totals = torch.zeros(2 * num_pairs + num_facts + 3, dtype=torch.float64)
-    extremes = torch.full((num_extremes,), -float("inf"), dtype=torch.float64)
+    num_sums = len(names.metric_sums)
+    sizes = [2 * (len(names.values) + num_sums), num_sums, num_counts, 1, 1, 1]
+    totals = torch.zeros(sum(sizes), dtype=torch.float64)
+    extremes = torch.full((len(names.extremes),), -math.inf, dtype=torch.float64)
     if groups.is_last_stage:
-        problem = _problem(forward_data_store, names, num_reports, num_extremes)
+        problem = problem or _problem(forward_data_store, names, num_reports)
         if problem is None:
-            pairs = torch.stack([_packed(entry, names) for entry in forward_data_store]).sum(dim=0)
-            device = pairs.device
-            tail = torch.zeros(num_facts + 3, dtype=torch.float64, device=device)
-            if facts is not None:
-                tail[:num_facts] = facts
-                tail[num_facts] = 1
-            tail[num_facts + 1] = evidence_of_tokens
-            totals = torch.cat([pairs.reshape(-1), tail])
-            if num_extremes:
-                found = [entry.extremes.double() for entry in forward_data_store]  # type: ignore[attr-defined]
-                extremes = torch.stack(found).max(dim=0).values
+            parts = [_summed(forward_data_store, names)]
+            device = parts[0].device
+            known = torch.zeros(num_counts + 3, dtype=torch.float64, device=device)
+            if counts is not None:
+                known[:num_counts] = counts
+                known[num_counts] = 1
+            elif tokens_seen is not None:
+                known[num_counts + 1] = tokens_seen
+            totals = torch.cat([*parts, known])
+            if names.extremes:
+                extremes = _largest(forward_data_store)
         else:
             totals[-1] = 1.0
         on = communication_device(groups.dp_cp, device)
         totals, extremes = totals.to(on), extremes.to(on)
         all_reduce_sum(totals, groups.dp_cp)
-        if num_extremes and groups.dp_cp_size > 1:
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=groups.dp_cp)
-        if num_facts:
-            known = totals[2 * num_pairs : 2 * num_pairs + num_facts + 1].clone()
+        if names.extremes:
+            all_reduce_max(extremes, groups.dp_cp)
+        if needs_counts:  # only tensor-parallel rank 0 is sure to have planned the step
+            known = totals[-num_counts - 3 : -2].clone()
             broadcast_from_first(known, groups.tp)
-            totals[2 * num_pairs : 2 * num_pairs + num_facts + 1] = known
+            totals[-num_counts - 3 : -2] = known
     everything = torch.cat([totals, extremes])
     if groups.pp_size > 1 and broadcast_over_pipeline:
         everything = everything.to(communication_device(groups.pp, device))
         broadcast_from_last(everything, groups.pp)
     elif not groups.is_last_stage:
         return None
-    everything = everything.cpu()
-    num_problems = int(everything[2 * num_pairs + num_facts + 2])
+    pairs, metric_sums, known, num_known, seen, num_problems, largest = everything.cpu().split(
+        [*sizes, len(names.extremes)]
+    )
     if problem is not None:
         raise LossAggError(problem)
-    if num_problems > 0:
+    if num_problems.item() > 0:
         raise LossAggError(
-            f"report() failed on {num_problems} last-stage rank(s), whose message says why; "
+            f"report() failed on {int(num_problems)} last-stage rank(s), whose message says why; "
             "the sum over ranks would be wrong."
         )
-    pairs, known, tail, extremes = everything.split([2 * num_pairs, num_facts, 3, num_extremes])
-    return Totals(pairs.reshape(num_pairs, 2), extremes, known / tail[0], tail[1].item())
+    return Totals(
+        pairs.reshape(-1, 2).tolist(),
+        metric_sums.tolist(),
+        largest.tolist(),
+        (known / num_known).tolist() if num_known.item() else None,
+        seen.item(),
+    )
 
 
-def _packed(entry: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    """All pairs of a report; a host may have copied it into a plain dict."""
-    if isinstance(entry, MicrobatchReport):
-        return entry.packed.double()
-    return torch.stack([entry[name].double() for name in names])
+def _summed(entries: Sequence[Mapping[str, Tensor]], names: ReportNames) -> Tensor:
+    """Pairs of values and metric sums, then metric sums, over microbatches: float64."""
+    all_names = (*names.values, *names.metric_sums)
+    pairs = [torch.stack([entry[name].double() for name in all_names]) for entry in entries]
+    total = torch.stack(pairs).sum(dim=0).reshape(-1)
+    if not names.metric_sums:
+        return total
+    unknown = torch.full((len(names.metric_sums),), math.nan, dtype=torch.float64)
+    sums = [getattr(entry, "metric_sums", unknown).to(total.device) for entry in entries]
+    return torch.cat([total, torch.stack(sums).sum(dim=0)])
 
 
-def _problem(
-    forward_data_store: Any, names: Sequence[str], num_reports: int | None, num_extremes: int
-) -> str | None:
+def _largest(entries: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    found = [entry.extremes.double() for entry in entries]  # type: ignore[attr-defined]
+    return torch.stack(found).max(dim=0).values
+
+
+def _problem(entries: Any, names: ReportNames, num_reports: int | None) -> str | None:
     """What is wrong with the reports of a last-stage rank, or None. Looks at no value."""
-    size = len(forward_data_store) if isinstance(forward_data_store, Sequence) else 0
+    size = len(entries) if isinstance(entries, Sequence) else 0
     if size == 0 or (num_reports is not None and size != num_reports):
         wanted = "" if num_reports is None else f" {num_reports}"
         return (
             f"report() expects on a last-stage rank what the schedule returned: a list of{wanted} "
-            f"dicts, one per microbatch; got a {type(forward_data_store).__name__} of {size}."
+            f"dicts, one per microbatch; got a {type(entries).__name__} of {size}."
         )
-    for entry in forward_data_store:
-        pairs = [entry.get(name) if isinstance(entry, Mapping) else None for name in names]
+    for entry in entries:
+        all_names = (*names.values, *names.metric_sums)
+        pairs = [entry.get(name) if isinstance(entry, Mapping) else None for name in all_names]
         if not all(isinstance(pair, Tensor) and pair.shape == (2,) for pair in pairs):
             return (
                 "report() expects the dicts that this step's loss_func returned, with [numerator, "
-                f"denominator] under {', '.join(names)}; got an entry with {keys_or_type(entry)}."
+                f"denominator] under {', '.join(all_names)}; got an entry with "
+                f"{keys_or_type(entry)}."
             )
         extremes = getattr(entry, "extremes", None)
+        num_extremes = len(names.extremes)
         if num_extremes and (extremes is None or len(extremes) != num_extremes):
             return (
                 f"report() expects {num_extremes} minima and maxima in what this step's loss_func "

@@ -75,7 +75,7 @@ class ScheduleContract:
         """
         check_options(returns=returns, cp_gradient=cp_gradient)
         check_model_config(model_config)
-        regime = _regime(returns, bool(model_config.calculate_per_token_loss))
+        regime = regime_of(returns, bool(model_config.calculate_per_token_loss))
         refuse_unproved(model_config, regime, groups, cp_gradient == "local")
         check_p2p_order(model_config, groups)
         multiplies_by_cp = True
@@ -158,7 +158,8 @@ class ScheduleContract:
         return undo_microbatch_mean * undo_rank_mean / schedule_cp_factor * self.undo_cp_gather
 
 
-def _regime(returns: str, per_token: bool) -> str:
+def regime_of(returns: str, per_token: bool) -> str:
+    """The regime by what `loss_func` returns and by `calculate_per_token_loss`."""
     if returns == "auto":
         return "R3" if per_token else "R1"
     if returns == "loss":

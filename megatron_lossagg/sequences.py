@@ -133,8 +133,19 @@ class Sequences:
         of_token = sequence.unsqueeze(0)
         return cls([mask], [lengths.numel()], num_tokens, is_there.sum(), [of_token], num_outside)
 
-    def spread(self, index: int, per_sequence: Tensor) -> Tensor:
+    def counted_mask(self, index: int) -> Tensor:
+        """The mask of microbatch `index`, 0 in sequences of `sample_mask` 0; of its own dtype."""
+        mask = self.masks[index]
+        has_tokens = (self.num_tokens.split(self.sizes)[index] > 0).float()
+        return self.spread(index, has_tokens).to(mask.dtype)
+
+    def spread(self, index: int, per_sequence: Tensor, *, selects: bool = False) -> Tensor:
         """A value per sequence of microbatch `index` [n] as a value per token, 0 at masked ones.
+
+        Args:
+            index: of the microbatch.
+            per_sequence: [n], finite and not negative unless `selects`.
+            selects: choose between the value and +0.0 instead of multiplying by the mask.
 
         Returns:
             Tensor of the mask's shape, and of the dtype and on the device of `per_sequence`.
@@ -144,6 +155,9 @@ class Sequences:
             factors = per_sequence.unsqueeze(1)
         else:
             factors = per_sequence[sequence.to(per_sequence.device, non_blocking=True)]
+        if selects:
+            is_valid = mask.to(per_sequence.device, non_blocking=True) != 0
+            return torch.where(is_valid, factors, torch.zeros_like(factors))
         # A product of finite numbers: cheaper than a selection, and just as exact.
         numbers = as_numbers(mask, per_sequence.dtype, per_sequence.device)
         return numbers * factors if numbers is mask else numbers.mul_(factors)

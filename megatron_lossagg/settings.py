@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,15 +14,20 @@ from megatron_lossagg.counts import FINGERPRINT_BITS
 from megatron_lossagg.deferred import is_megatrons_own
 from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.microbatch import WeightOptions, check_weights_key
+from megatron_lossagg.model_config import ConfigSource
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.objective import Objective
-from megatron_lossagg.plan import WeightOptions, check_weights_key
 from megatron_lossagg.refusals import (
     refuse_deferred,
     uses_full_iteration_cuda_graph,
     uses_hybrid_cp,
 )
-from megatron_lossagg.schedule import ScheduleContract, check_model_config, check_options
+from megatron_lossagg.schedule import (
+    ScheduleContract,
+    check_options,
+    regime_of,
+)
 from megatron_lossagg.step_context import StepContext
 from megatron_lossagg.weights import check_weight_dtype
 
@@ -31,7 +37,7 @@ class Settings:
     """The arguments of `LossAggregator`, checked when built; see there for their meaning."""
 
     objective: Objective
-    model_config: Any
+    config_source: ConfigSource
     groups: ParallelGroups | None
     cp_gradient: str
     returns: str
@@ -45,13 +51,17 @@ class Settings:
     def __post_init__(self) -> None:
         check_weight_dtype(self.weight_dtype)
         check_weights_key(self.weights_key)
-        check_model_config(self.model_config)
         check_options(
             returns=self.returns,
             cp_gradient=self.cp_gradient,
             contract=self.contract,
             denominators=self.denominators,
         )
+
+    @cached_property
+    def model_config(self) -> Any:
+        """The model's config; raises LossAggError while it is not known."""
+        return self.config_source.config
 
     @property
     def main_spec(self) -> ModeSpec:
@@ -62,7 +72,7 @@ class Settings:
         """Counts that a caller passed, by mask.
 
         Raises:
-            TypeError: something else. ValueError: a mask without counts.
+            TypeError: something else. ValueError: a mask of a term without counts.
         """
         if counts is None:
             return None
@@ -103,10 +113,39 @@ class Settings:
 
     def divides_later(self, contract: ScheduleContract) -> bool:
         """Whether the plugin scales gradients when they are finalized."""
-        return self.is_deferred and not is_megatrons_own(self.main_spec, contract.regime)
+        main = self.objective.weightings[0]
+        return self.is_deferred and not is_megatrons_own(main, contract.regime)
 
-    def step_context(self, iteration: int | None = None) -> StepContext:
-        """Groups, regime and coefficients of a step: none is remembered, so none can be stale."""
+    @property
+    def may_divide_later(self) -> bool:
+        """`divides_later`, by the config's flag alone: process groups need not be there yet."""
+        per_token = bool(self.model_config.calculate_per_token_loss)
+        main = self.objective.weightings[0]
+        return self.is_deferred and not is_megatrons_own(main, regime_of(self.returns, per_token))
+
+    def step_context(
+        self,
+        iteration: int | None = None,
+        *,
+        forward_only: bool = False,
+        pairs_by_tokens: bool | None = None,
+    ) -> StepContext:
+        """Groups, regime and coefficients of a step: none is remembered, so none can be stale.
+
+        Args:
+            iteration: at which coefficients are evaluated.
+            forward_only: of `LossAggregator.wrap`.
+            pairs_by_tokens: see `StepContext`; None: as the regime wants it for training.
+        """
+        return replace(
+            self.receiving_context(forward_only=forward_only, pairs_by_tokens=pairs_by_tokens),
+            coefficients=self.objective.coefficients(iteration),
+        )
+
+    def receiving_context(
+        self, *, forward_only: bool = False, pairs_by_tokens: bool | None = None
+    ) -> StepContext:
+        """Of a rank that runs no step and only receives a report: no coefficient is evaluated."""
         contract = self.current_contract()
         replayed = uses_full_iteration_cuda_graph(self.model_config)
         if self.is_deferred:
@@ -118,9 +157,10 @@ class Settings:
             )
         return StepContext(
             objective=self.objective,
-            coefficients=self.objective.coefficients(iteration),
+            coefficients=(),
             contract=contract,
             groups=self.current_groups(),
+            weights_key=self.weights_key,
             weights_keys=self.objective.weights_keys(self.weights_key),
             reports_counts=self.reports_counts,
             plan_copies=1 if self.masks_are_cp_sliced else contract.cp_size,
@@ -128,25 +168,34 @@ class Settings:
             # sample that it assigned to this rank.
             counts_loss_calls=not (replayed or uses_hybrid_cp(self.model_config)),
             sees_weights=not replayed,
+            is_deferred=self.is_deferred,
             divides_later=self.divides_later(contract),
+            forward_only=forward_only,
+            pairs_by_tokens=(
+                contract.weights_carry_num_tokens if pairs_by_tokens is None else pairs_by_tokens
+            ),
         )
 
-    def weight_options(self, contract: ScheduleContract) -> WeightOptions:
+    def weight_options(self, context: StepContext) -> WeightOptions:
         """How the weights of a step are built and carried."""
         identity = (
             self.objective.identity,
-            contract.regime,
+            context.contract.regime,
             self.cp_gradient,
             self.weight_dtype,
             self.denominators,
             self.masks_are_cp_sliced,
             self.reports_counts,
+            context.pairs_by_tokens,
         )
         return WeightOptions(
             weightings=self.objective.weightings,
-            weights_keys=self.objective.weights_keys(self.weights_key),
+            weights_keys=context.weights_keys,
             weight_dtype=self.weight_dtype,
-            times_num_tokens=contract.weights_carry_num_tokens and not self.is_deferred,
+            times_num_tokens=context.pairs_by_tokens and not self.is_deferred,
             masks_are_cp_sliced=self.masks_are_cp_sliced,
+            # The lowest bit tells whether a batch has a loss_mask.
             fingerprint=zlib.crc32(repr(identity).encode()) >> (32 - FINGERPRINT_BITS),
+            metrics=self.objective.metric_sums,
+            keeps_mask=self.objective.keeps_mask(self.weights_key),
         )

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lossagg.count_metrics import NUM_COUNT_FACTS, count_facts, count_metrics
 from megatron_lossagg.deferred import DeferredPlan
 from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.evaluation import Sums
 from megatron_lossagg.global_counts import GlobalCounts
+from megatron_lossagg.groups import all_reduce_max, communication_device
 from megatron_lossagg.loss import weights_of
+from megatron_lossagg.microbatch import METRIC_DIVISORS
+from megatron_lossagg.microbatch_report import MicrobatchReport, microbatch_report
 from megatron_lossagg.plan import WeightPlan
 from megatron_lossagg.record import (
+    GroupSums,
     PassRecord,
     TakenCount,
     check_with_others,
     local_problems,
     raise_problems,
 )
-from megatron_lossagg.report import MicrobatchReport, reduce_reports
+from megatron_lossagg.report import reduce_reports
+from megatron_lossagg.returned_loss import (
+    metric_denominators,
+    num_trained_tokens_seen,
+    num_valid_tokens,
+    with_graph,
+)
 from megatron_lossagg.schedule import MAX_NUM_TOKENS_R3
 from megatron_lossagg.step_context import StepContext
+from megatron_lossagg.step_counts import (
+    StepCounts,
+    needs_step_counts,
+    num_step_counts,
+    num_trained_tokens,
+    pack_step_counts,
+)
+from megatron_lossagg.terms import MAIN_MASK
 
 
 class Step:
@@ -39,10 +57,12 @@ class Step:
         plan: WeightPlan | DeferredPlan | None,
         num_microbatches: int,
         known_counts: Mapping[str, GlobalCounts] | None = None,
+        begin_pass: Callable[[], None] | None = None,
     ) -> None:
         self._context = context
         self._plan = plan
         self._known_counts = known_counts
+        self._begin_pass = begin_pass
         self.num_microbatches = num_microbatches
         self._record = PassRecord()
         self._reported_empty: bool | None = None
@@ -58,7 +78,8 @@ class Step:
         if self._plan is not None:
             return self._plan.counts
         if self._known_counts is not None:
-            return self._known_counts[self._context.objective.mask_keys[0]]
+            first = self._context.objective.mask_keys[0]
+            return self._known_counts.get(MAIN_MASK) or self._known_counts[first]
         raise LossAggError(
             "This rank was given no microbatches, so it takes part in no count. Read counts on a "
             "rank with data, or pass counts=GlobalCounts(...) to begin_step on every rank."
@@ -66,18 +87,28 @@ class Step:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token of the whole global batch is valid: skip the optimizer then.
+        """Whether no term that trains has a valid token in the global batch: skip the optimizer.
 
-        Waits for the device. On a rank without data it is known only after `report`.
+        A term trains if its coefficient at this step is not 0; its tokens are those of its own
+        mask. Waits for the device. On a rank without data it is known only after `report`.
         """
         if self._reported_empty is not None:
             return self._reported_empty
-        if self._plan is not None or self._known_counts is not None:
-            return int(self.counts.num_tokens) == 0
+        objective, coefficients = self._context.objective, self._context.coefficients
+        by_mask = self._known_counts
+        if self._plan is not None:
+            by_mask = {key: self._plan.counts_of(key) for key in objective.mask_keys}
+        if by_mask is not None:
+            return int(num_trained_tokens(objective, coefficients, by_mask)) == 0
         raise LossAggError(
             "is_empty is not known yet on a rank without data; call step.report(...) first, on "
             "every rank."
         )
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether `validate` has looked at the last run of the schedule."""
+        return self._record.is_validated
 
     @property
     def num_loss_calls(self) -> int:
@@ -101,9 +132,16 @@ class Step:
         if num_chunks < 1:
             raise ValueError(f"num_chunks must be at least 1 (len(model)), got {num_chunks}.")
         self.start_pass()
+        if self._begin_pass is not None:
+            self._begin_pass()
         if self._plan is None:
             return [None] * num_chunks
         return [self._iterate(self.add_iterator()) for _ in range(num_chunks)]
+
+    def with_weights(self, microbatch: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """A shallow copy of microbatch `index` with its weights, on a rank with data."""
+        assert self._plan is not None
+        return self._plan.with_weights(microbatch, index)
 
     def start_pass(self) -> None:
         """Forget what an earlier run of the schedule over this step did."""
@@ -148,56 +186,91 @@ class Step:
             denominator]}, to be summed by `report` or Megatron-LM's train_step.
         """
         context, contract = self._context, self._context.contract
+        self._check_gradients_are_wanted()
+        weights = [weights_of(microbatch, key) for key in context.weights_keys]
+        is_packed = microbatch.get("cu_seqlens") is not None
+        sums = context.objective.sums_of(
+            output_tensor,
+            microbatch,
+            weights,
+            context.coefficients,
+            rows_are_sequences=context.rows_are_sequences and not is_packed,
+        )
+        if self._record.is_validated:
+            self.start_pass()
+        self._record.add_loss_call(weights)
+        if self._plan is None:
+            self._record.see_tokens(num_trained_tokens_seen(weights, context))
+        num_tokens = None
+        if contract.regime == "R3" or context.pairs_by_tokens:
+            num_tokens = num_valid_tokens(microbatch, weights, context)
+            self._record.num_tokens.append(num_tokens)
+        report = self._reported(sums, num_tokens, microbatch, weights)
+        if non_loss_data:
+            return report
+        loss = with_graph(sums.total, output_tensor, context.groups) * contract.loss_factor(
+            self.num_microbatches
+        )
+        self._record.returned.append((sums.values, loss.detach()))  # an alias
+        if contract.regime == "R3":
+            return loss, num_tokens, report
+        if contract.returns_num_tokens:
+            return loss, torch.ones_like(loss, dtype=torch.int32), report
+        return loss, report
+
+    def _check_gradients_are_wanted(self) -> None:
+        context = self._context
         if context.divides_later and not torch.is_grad_enabled():
             raise LossAggError(
                 "denominators='deferred' divides when gradients are finalized, which a run "
                 "without gradients does not do. Evaluate with another LossAggregator, which counts "
                 "first (denominators='counted')."
             )
-        weights = [weights_of(microbatch, key) for key in context.weights_keys]
-        sums = context.objective.sums_of(output_tensor, microbatch, weights, context.coefficients)
-        if self._record.is_validated:
-            self.start_pass()
-        self._record.add_loss_call(weights)
+        if context.forward_only and torch.is_grad_enabled():
+            raise LossAggError(
+                "This stream was wrapped with forward_only=True, and its loss is computed with "
+                "gradients on. Evaluate under torch.no_grad(), or wrap the stream without it."
+            )
 
-        values = sums.values if contract.cp_copies == 1 else sums.values / contract.cp_copies
-        num_tokens = (
-            self._num_tokens(weights[0], sums.total) if contract.returns_num_tokens else None
+    def _reported(
+        self,
+        sums: Sums,
+        num_tokens: Tensor | None,
+        microbatch: Mapping[str, Any],
+        weights: Sequence[Tensor],
+    ) -> MicrobatchReport:
+        """What `loss_func` reports; kept, as some of it is known only when gradients are final."""
+        context, objective = self._context, self._context.objective
+        share = context.share(self.num_microbatches)
+        divisors = None
+        if context.sees_weights:  # a captured graph would keep those of its first step
+            divisors = microbatch.get(METRIC_DIVISORS)
+            divisors = self.metric_divisors if divisors is None else divisors
+        denominators = metric_denominators(weights, context, share) if divisors is None else []
+        report = microbatch_report(
+            sums,
+            objective.names,
+            num_tokens=num_tokens if context.pairs_by_tokens else None,
+            share=share,
+            copies=context.contract.cp_copies,
+            divisors=divisors,
+            metric_denominators=denominators,
         )
-        if contract.regime == "R3":
-            assert num_tokens is not None
-            denominators = num_tokens.to(values.dtype).expand_as(values)
-        else:
-            share = 1.0 / (self.num_microbatches * context.groups.dp_cp_size)
-            denominators = torch.full_like(values, share)
-        packed = torch.stack([values, denominators], dim=1)
-        report = MicrobatchReport(context.objective.sum_names, packed, sums.extremes)
-        self._record.reports.append(packed)
-        if non_loss_data:
-            return report
-        loss = sums.total * contract.loss_factor(self.num_microbatches)
-        self._record.returned.append((sums.values, loss.detach()))  # an alias
-        if num_tokens is None:
-            return loss, report
-        if contract.regime == "R3" and loss.requires_grad:
-            self._record.num_tokens.append(num_tokens)
-        return loss, num_tokens, report
+        self._record.reports.append(report)
+        return report
 
-    def _num_tokens(self, weights: Tensor, total: Tensor) -> Tensor:
-        """What the schedule divides by, int32 []: 1 in R2, the valid tokens in R3."""
-        context = self._context
-        if context.contract.regime != "R3":
-            return torch.ones_like(total, dtype=torch.int32)
-        num_tokens = (weights != 0).sum(dtype=torch.int32)
-        # A token is counted once over context-parallel ranks.
-        if context.contract.cp_copies > 1 and context.groups.cp_rank > 0:
-            return torch.zeros_like(num_tokens)
-        return num_tokens
+    @property
+    def metric_divisors(self) -> Tensor | None:
+        """What sums of metrics are divided by; None where it is not known, or there are none."""
+        return None if self._plan is None else self._plan.metric_divisors
 
     def divide_reports(self, gradient_factor: float) -> None:
         """Multiply what `loss_func` reported by the factor that gradients got, in place."""
-        for packed in self._record.reports:
-            packed[:, 0] *= gradient_factor
+        divisors = self.metric_divisors
+        for report in self._record.reports:
+            report.multiply_values(gradient_factor)
+            if divisors is not None:
+                report.divide_metrics(divisors, self._context.share(self.num_microbatches))
 
     def validate(self, num_tokens: Tensor | None = None) -> None:
         """Check the last run of the schedule: one all-reduce over dp x cp, on the last stage only.
@@ -232,17 +305,31 @@ class Step:
         if not groups.is_last_stage:
             raise_problems(problems)
             return
-        check_with_others(
-            self._record,
-            problems,
-            self._plan,
-            context.contract,
-            groups,
-            num_weightings=len(context.weights_keys),
-            check_sum=context.sees_weights,
-            compare_with_plan=not context.objective.has_checksums,
-            plan_copies=context.plan_copies,
-        )
+        sums = check_with_others(self._record, problems, self._plan, context)
+        self._complete_reports(sums)
+
+    def _complete_reports(self, sums: GroupSums) -> None:
+        """What a host sums up and no microbatch could know: an all-reduce over dp x cp of extremes.
+
+        Minima and maxima of the global batch, and the value 0 where there is no token.
+        """
+        context, reports = self._context, self._record.reports
+        share = context.share(self.num_microbatches)
+        if context.pairs_by_tokens and sums.num_tokens == 0:
+            for report in reports:
+                report.divide_by_share(share)
+        if not context.objective.extremes or not context.sees_weights:
+            return
+        found = [report.extremes.double() for report in reports if report.extremes is not None]
+        num_extremes = len(context.objective.extremes)
+        largest = torch.full((num_extremes,), -torch.inf, dtype=torch.float64)
+        if found:
+            largest = torch.stack(found).max(dim=0).values
+        largest = largest.to(communication_device(context.groups.dp_cp, largest.device))
+        all_reduce_max(largest, context.groups.dp_cp)
+        values = context.objective.extreme_values(largest.tolist())
+        for report in reports:
+            report.set_extremes(values, share)
 
     def _count_problems(self) -> list[str]:
         assert self._plan is not None
@@ -251,7 +338,7 @@ class Step:
             self._plan.check_counts()
         except LossAggError as error:
             problems.append(str(error).rstrip("."))
-        if self._context.contract.regime == "R3" and self._plan.expected_weight_sums() is not None:
+        if self._context.contract.regime == "R3" and self._plan.counts_are_known:
             num_tokens = int(self._plan.counts.num_tokens)
             if num_tokens > MAX_NUM_TOKENS_R3:
                 problems.append(
@@ -279,29 +366,42 @@ class Step:
             token is NaN. {} on earlier stages with `broadcast_over_pipeline=False`.
         """
         context, objective = self._context, self._context.objective
+        counts, problem = self._packed_counts()
         totals = reduce_reports(
             forward_data_store,
-            objective.sum_names,
+            objective.names,
             context.groups,
-            num_extremes=len(objective.extremes),
             num_reports=self.num_microbatches if context.counts_loss_calls else None,
-            evidence_of_tokens=self._evidence_of_tokens(),
-            facts=count_facts(self._plan, objective) if context.reports_counts else None,
-            num_facts=NUM_COUNT_FACTS if context.reports_counts else 0,
+            counts=counts,
+            num_counts=num_step_counts(objective, reports_counts=context.reports_counts),
+            needs_counts=needs_step_counts(objective, reports_counts=context.reports_counts),
+            tokens_seen=self._record.tokens_seen,
+            problem=problem,
             broadcast_over_pipeline=broadcast_over_pipeline,
         )
         if totals is None:
             return {}
-        self._reported_empty = totals.evidence == 0
-        found = objective.values_of(totals)
-        if context.reports_counts:
-            found |= count_metrics(totals.facts)
-        return found
+        if totals.counts is None:
+            known = StepCounts.not_needed(totals.tokens_seen, objective)
+        else:
+            known = StepCounts.unpack(totals.counts, objective)
+        self._reported_empty = known.trained_tokens == 0
+        found = totals.values(objective.names, known.value_factors, known.divisors)
+        extremes = objective.extreme_values(totals.extremes)
+        found |= dict(zip(objective.names.extremes, extremes, strict=True))
+        return found | known.named_counts()
 
-    def _evidence_of_tokens(self) -> Tensor:
-        """Above zero, after a sum over ranks, exactly if the global batch has a valid token."""
-        if self._plan is not None or self._known_counts is not None:
-            return self.counts.num_tokens.double()
-        if self._record.weight_sums:
-            return torch.stack(self._record.weight_sums)[:, 0].sum()
-        return torch.zeros((), dtype=torch.float64)
+    def _packed_counts(self) -> tuple[Tensor | None, str | None]:
+        """Counts for a report where this rank has planned the step, or why it cannot tell them."""
+        if self._plan is None:
+            return None, None
+        try:
+            counts = pack_step_counts(
+                self._plan,
+                self._context.objective,
+                self._context.coefficients,
+                reports_counts=self._context.reports_counts,
+            )
+        except LossAggError as error:
+            return None, str(error)
+        return counts, None

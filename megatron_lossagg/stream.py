@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_lossagg.deferred import DeferredPlan
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.plan import Microbatch, WeightPlan
+from megatron_lossagg.microbatch import Microbatch
+from megatron_lossagg.schedule_run import ScheduleRun, has_been_left
 from megatron_lossagg.step import Step
 
 NumMicrobatches = int | Callable[[], int]
-# From a step's microbatches, or None where they are not known yet, and their number.
-PlanStep = Callable[
-    [Sequence[Microbatch] | None, int], tuple[Step, WeightPlan] | tuple[Step, DeferredPlan]
-]
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """The arguments of one call of `LossAggregator.wrap`; see there."""
+
+    num_microbatches: NumMicrobatches
+    num_units: int | Callable[[], int] | None = None
+    iteration: Callable[[], int] | None = None
+    forward_only: bool = False
+    pairs_by_tokens: bool | None = None
+
+
+# Plans a step of a stream from its microbatches, or from none where they are not known yet, and M.
+PlanStep = Callable[[StreamOptions, Sequence[Microbatch] | None, int], Step]
 
 
 class WrappedStream:
@@ -27,13 +41,20 @@ class WrappedStream:
     def __init__(self) -> None:
         self._active: Step | None = None
         self._has_data = False
-        self._without_data: list[NumMicrobatches] = []
+        self._without_data: list[StreamOptions] = []
+        self._active_without_data: StreamOptions | None = None
+        self._run_without_data: ScheduleRun | None = None
+        self._siblings: weakref.WeakSet[_Siblings] = weakref.WeakSet()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy begins anew: steps belong to iterators of the original."""
+        return WrappedStream, ()
 
     def wrap(
         self,
         data_iterator: Any,
-        num_microbatches: NumMicrobatches,
-        plan: PlanStep,
+        options: StreamOptions,
+        plan_step: PlanStep,
         *,
         one_by_one: bool = False,
     ) -> Any:
@@ -46,13 +67,19 @@ class WrappedStream:
             raise ValueError(
                 "wrap got an empty list; expected one iterator (or None) per model chunk."
             )
-        siblings = _Siblings(self, num_microbatches, plan, one_by_one)
+        siblings = _Siblings(self, options, plan_step, one_by_one)
         wrapped = [None if it is None else siblings.add(it) for it in iterators]
         if any(it is not None for it in wrapped):
             self._has_data = True
-        elif num_microbatches not in self._without_data:
-            self._without_data.append(num_microbatches)
+            self._siblings.add(siblings)
+        elif options not in self._without_data:
+            self._without_data.append(options)
         return wrapped if isinstance(data_iterator, list | tuple) else wrapped[0]
+
+    @property
+    def has_data(self) -> bool:
+        """Whether an iterator was wrapped on this rank."""
+        return self._has_data
 
     @property
     def active(self) -> Step | None:
@@ -63,10 +90,16 @@ class WrappedStream:
         """Make `step` the one that calls of `loss_func` belong to."""
         self._active = step
 
-    def step_for_loss(self, step_without_data: Callable[[int], Step]) -> Step:
+    def abandon(self) -> None:
+        """Forget a step that an exception interrupted: iterators go on with a whole one."""
+        self._active = None
+        for siblings in self._siblings:
+            siblings.restart()
+
+    def step_for_loss(self, plan_step: PlanStep, *, reads_iteration: bool) -> Step:
         """The step that a call of `loss_func` belongs to; raises LossAggError if there is none."""
         if not self._has_data and self._without_data:
-            return self._step_without_data(step_without_data)
+            return self._step_without_data(plan_step, reads_iteration)
         if self._active is None:
             raise LossAggError(
                 "loss_func was called, but no step was planned on this rank. Give the schedule "
@@ -80,23 +113,45 @@ class WrappedStream:
         if self._active is not None:
             self._active.validate(num_tokens)
 
-    def _step_without_data(self, make_step: Callable[[int], Step]) -> Step:
+    def _step_without_data(self, plan_step: PlanStep, reads_iteration: bool) -> Step:
         """A step of a rank that gets its weights by broadcast; a new one after M calls."""
-        numbers = {resolve_num_microbatches(source) for source in self._without_data}
+        options = self._options_without_data(reads_iteration)
+        num_microbatches = resolve_num_microbatches(options.num_microbatches)
+        run = ScheduleRun.current()
+        if (
+            self._active is None
+            or has_been_left(self._run_without_data, run)
+            or self._active_without_data is not options
+            or self._active.num_microbatches != num_microbatches
+            or self._active.num_loss_calls >= num_microbatches
+        ):
+            self._active = plan_step(options, None, num_microbatches)
+            self._active_without_data = options
+            self._run_without_data = run
+        return self._active
+
+    def _options_without_data(self, reads_iteration: bool) -> StreamOptions:
+        """Those of the stream that runs; raises LossAggError where that cannot be told."""
+        evaluates = not torch.is_grad_enabled()
+        suited = [o for o in self._without_data if o.forward_only == evaluates]
+        suited = suited or [o for o in self._without_data if not o.forward_only]
+        suited = suited or self._without_data
+        numbers = {resolve_num_microbatches(o.num_microbatches) for o in suited}
         if len(numbers) > 1:
             raise LossAggError(
                 f"This rank has no data and wrapped streams of {sorted(numbers)} microbatches, so "
                 "it cannot tell which one runs. Use one LossAggregator per stream (training, "
-                "evaluation), and a function as num_microbatches where it changes."
+                "evaluation), wrap an evaluated one with forward_only=True, and pass a function as "
+                "num_microbatches where it changes."
             )
-        num_microbatches = numbers.pop()
-        if (
-            self._active is None
-            or self._active.num_microbatches != num_microbatches
-            or self._active.num_loss_calls >= num_microbatches
-        ):
-            self._active = make_step(num_microbatches)
-        return self._active
+        iterations = {o.iteration() for o in suited if o.iteration} if reads_iteration else set()
+        if len(iterations) > 1:
+            raise LossAggError(
+                f"This rank has no data and wrapped streams at iterations {sorted(iterations)}, so "
+                "it cannot tell at which one a coefficient is meant. Use one LossAggregator per "
+                "stream, or wrap an evaluated one with forward_only=True."
+            )
+        return suited[0]
 
 
 class _Siblings:
@@ -105,16 +160,21 @@ class _Siblings:
     def __init__(
         self,
         stream: WrappedStream,
-        num_microbatches: NumMicrobatches,
-        plan: PlanStep,
+        options: StreamOptions,
+        plan_step: PlanStep,
         one_by_one: bool,
     ) -> None:
         self.stream = stream
-        self.num_microbatches = num_microbatches
+        self.options = options
         self.one_by_one = one_by_one
-        self._plan = plan
+        self.num_restarts = 0
+        self._index_at_restart = -1
+        self._last_index = -1
+        self._last_run: ScheduleRun | None = None
+        self._plan_step = plan_step
         self._sources: dict[int, _Source] = {}
-        self._steps: dict[int, tuple[Step, WeightPlan | DeferredPlan]] = {}
+        self._steps: dict[int, Step] = {}
+        self._starts: dict[int, int] = {}
 
     def add(self, data_iterator: Any) -> _WrappedIterator:
         """One more chunk's iterator; two chunks may share one object."""
@@ -126,21 +186,49 @@ class _Siblings:
         source = self._sources.setdefault(id(data_iterator), _Source(data_iterator))
         return _WrappedIterator(self, source)
 
-    def step(
-        self, index: int, microbatches: list[Microbatch], num_microbatches: int
-    ) -> tuple[Step, WeightPlan | DeferredPlan]:
+    def begin(self, index: int, source: _Source) -> None:
+        """Put `source` to where step `index` starts: behind what any chunk took of earlier ones."""
+        if index not in self._starts:
+            self._starts[index] = max(source.num_taken for source in self._sources.values())
+            self._starts.pop(index - 2, None)
+        source.skip_to(self._starts[index])
+
+    def step(self, index: int, microbatches: list[Microbatch], num_microbatches: int) -> Step:
         """Plan step `index` for the first chunk that gets there; the others share it."""
         if index not in self._steps:
             known = None if self.one_by_one else microbatches
-            self._steps[index] = self._plan(known, num_microbatches)
+            self._steps[index] = self._plan_step(self.options, known, num_microbatches)
             self._steps.pop(index - 2, None)
-        step, plan = self._steps[index]
-        if len(plan) != num_microbatches:
+            self._last_index = index
+            self._last_run = ScheduleRun.current()
+        step = self._steps[index]
+        if step.num_microbatches != num_microbatches:
             raise LossAggError(
-                f"The model chunks of this rank take {len(plan)} and {num_microbatches} "
-                "microbatches in one step; their iterators must yield the same sequence."
+                f"The model chunks of this rank take {step.num_microbatches} and "
+                f"{num_microbatches} microbatches in one step; their iterators must yield the same "
+                "sequence."
             )
-        return step, plan
+        return step
+
+    def restart(self) -> None:
+        """All chunks go on with the step after the latest one."""
+        self.num_restarts += 1
+        self._index_at_restart = self._last_index
+
+    @property
+    def index_at_restart(self) -> int:
+        """The latest step when the chunks were restarted."""
+        return self._index_at_restart
+
+    def leave_run(self, run: ScheduleRun | None) -> int:
+        """A chunk is in the middle of a step that an exception ended: the step before its next one.
+
+        That is the step which another chunk has begun in this run already, or a new one for all.
+        """
+        if self._last_run is not None and not has_been_left(self._last_run, run):
+            return self._last_index - 1
+        self.restart()
+        return self._index_at_restart
 
 
 class _Source:
@@ -150,13 +238,15 @@ class _Source:
         self._data_iterator = data_iterator
         self._index = -1
         self._taken: list[Microbatch] = []
+        self.num_taken = 0
 
     def take(self, index: int, wanted: int, num_microbatches: int) -> list[Microbatch]:
         """The first `wanted` or more of the microbatches of step `index`; [] at the data's end."""
         if index != self._index:
             self._taken, self._index = [], index
-        missing = max(0, wanted - len(self._taken))
-        self._taken += islice(_iterate(self._data_iterator), missing)
+        missing = list(islice(_iterate(self._data_iterator), max(0, wanted - len(self._taken))))
+        self._taken += missing
+        self.num_taken += len(missing)
         if 0 < len(self._taken) < wanted:
             raise LossAggError(
                 f"The data iterator ended after {len(self._taken)} of {num_microbatches} "
@@ -164,6 +254,12 @@ class _Source:
                 "tell what is left; the other ranks must run the same steps."
             )
         return self._taken
+
+    def skip_to(self, num_taken: int) -> None:
+        """Drop what another chunk took of a step that is not to be run."""
+        missing = max(0, num_taken - self.num_taken)
+        skipped = list(islice(_iterate(self._data_iterator), missing))
+        self.num_taken += len(skipped)
 
 
 def _iterate(data_iterator: Any) -> Iterator[Any]:
@@ -183,14 +279,17 @@ class _WrappedIterator:
         self._siblings = siblings
         self._source = source
         self._step_index = -1
+        self._num_restarts = 0
         self._num_microbatches = 0
         self._microbatches: list[Microbatch] = []
         self._position = 0
+        self._run: ScheduleRun | None = None
 
     def __iter__(self) -> _WrappedIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
+        self._leave_interrupted_step()
         if self._position == self._num_microbatches:
             self._begin_step()
         index = self._position
@@ -199,7 +298,19 @@ class _WrappedIterator:
         self._position += 1
         self._siblings.stream.activate(self._step)
         self._taken.value += 1
-        return self._plan.with_weights(self._microbatches[index], index)
+        return self._step.with_weights(self._microbatches[index], index)
+
+    def _leave_interrupted_step(self) -> None:
+        """Go on with a whole step if an exception ended the schedule in the middle of one."""
+        is_inside = 0 < self._position < self._num_microbatches
+        if is_inside and has_been_left(self._run, run := ScheduleRun.current()):
+            self._step_index = self._siblings.leave_run(run)
+        elif self._num_restarts != self._siblings.num_restarts:
+            self._step_index = self._siblings.index_at_restart
+        else:
+            return
+        self._num_restarts = self._siblings.num_restarts
+        self._position = self._num_microbatches
 
     def _take(self, index: int, wanted: int, num_microbatches: int) -> list[Microbatch]:
         wanted = wanted if self._siblings.one_by_one else num_microbatches
@@ -207,16 +318,18 @@ class _WrappedIterator:
 
     def _begin_step(self) -> None:
         index = self._step_index + 1
-        num_microbatches = resolve_num_microbatches(self._siblings.num_microbatches)
+        num_microbatches = resolve_num_microbatches(self._siblings.options.num_microbatches)
+        self._siblings.begin(index, self._source)
         microbatches = self._take(index, 1, num_microbatches)
         if not microbatches:
             raise StopIteration
-        self._step, self._plan = self._siblings.step(index, microbatches, num_microbatches)
+        self._step = self._siblings.step(index, microbatches, num_microbatches)
         self._taken = self._step.add_iterator()
         self._num_microbatches = num_microbatches
         self._microbatches = microbatches  # the source's list, which grows one by one
         self._position = 0
         self._step_index = index
+        self._run = ScheduleRun.current()
 
 
 def resolve_num_microbatches(num_microbatches: NumMicrobatches) -> int:

@@ -21,13 +21,9 @@ from megatron_lossagg.modes import ModeSpec
 Coefficient = float | Callable[[int], float]
 TermFn = Callable[[Any, Mapping[str, Any]], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
 
+# Its valid tokens are what Megatron counts under `calculate_per_token_loss`.
+MAIN_MASK = "loss_mask"
 NORMALISERS = ("tokens", "sequences", "units", "sum", "min", "max")
-_MODE_OF = {
-    "tokens": "token-mean",
-    "sequences": "seq-mean-token-sum",
-    "units": "unit-mean-token-sum",
-    "sum": "token-sum",
-}
 # Names of a report that no term or metric can have.
 RESERVED_NAMES = ("loss",)
 
@@ -56,12 +52,15 @@ class LossTerm:
             what the aggregator's own `loss_fn` made of it for all terms.
         loss_agg_mode: how its token losses are summed.
         coefficient: c_k, a number, or a function of the iteration that is passed to `begin_step` or
-            `wrap`. A term of coefficient 0 is reported, and no gradient flows through it.
+            `wrap`. A term of coefficient 0 is only reported: no gradient flows through it, and over
+            no valid token it is NaN, as a metric is, where one that trains is 0.
         mask_key: the field of a microbatch with its mask, of the shape of `loss_mask`.
         loss_scale_factor, norm_semantics, sequence_count: of its mode.
-        metrics: name -> normaliser of what `loss_fn` returns besides: "tokens", "sequences" or
-            "units" divide the sum over valid tokens by that count of the global batch, "sum" by
-            nothing; "min" and "max" are over valid tokens.
+        metrics: name -> normaliser of what `loss_fn` returns besides, numbers or bools [b, s]:
+            "tokens", "sequences" or "units" divide the sum over valid tokens by that count of the
+            global batch, "sum" by nothing; "min" and "max" are over valid tokens. A metric [b] has
+            one value per sequence ("sequences": their mean; "sum", "min", "max"): of rows that are
+            whole sequences. Sums are float64; over no valid token a metric is NaN.
 
     Raises:
         ValueError, TypeError: an unknown mode, option, normaliser, or a coefficient that is no
@@ -106,10 +105,6 @@ class LossTerm:
         )
         return Weighting(spec, self.mask_key)
 
-    def metric_weighting(self, metric: str) -> Weighting | None:
-        """What normalises a metric; None for an extreme value."""
-        return metric_weighting(self.metrics[metric], self.sequence_count, self.mask_key)
-
     def coefficient_at(self, iteration: int | None) -> float:
         """c_k of an iteration.
 
@@ -126,14 +121,6 @@ class LossTerm:
         value = self.coefficient(iteration)
         _check_coefficient(f"{self.name} at iteration {iteration}", value)
         return float(value)
-
-
-def metric_weighting(normaliser: str, sequence_count: str, mask_key: str) -> Weighting | None:
-    """The weighting whose weighted sum is the metric; None for "min" and "max"."""
-    mode = _MODE_OF.get(normaliser)
-    if mode is None:
-        return None
-    return Weighting(ModeSpec(mode, sequence_count=sequence_count), mask_key)
 
 
 def check_metrics(metrics: Any) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from megatron_lossagg.global_counts import GlobalCounts
+from megatron_lossagg.marks import mark_zeros
 from megatron_lossagg.modes import ModeSpec, get_mode
 from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.units import LocalUnits
@@ -58,7 +61,8 @@ def token_weights(
         weight_dtype: dtype of the result; the arithmetic is float64.
 
     Returns:
-        Tensor of `weight_dtype` and the mask's shape on its device, exactly 0 at masked tokens.
+        Tensor of `weight_dtype` and the mask's shape on its device: +0.0 at masked tokens, and -0.0
+        at valid ones to which the mode gives the weight 0 (see `marks`).
 
     Raises:
         ValueError: unknown mode or option, L missing or not above zero, a mask of another shape,
@@ -91,9 +95,29 @@ def weights_of_sequences(
     weight_dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """The weights of each microbatch, [b, s] of `weight_dtype`. Does not communicate."""
-    factors = sequence_weights(sequences.num_tokens, spec, counts, unit_of_seq=unit_of_seq)
-    per_microbatch = factors.to(weight_dtype).split(sequences.sizes)
-    return [sequences.spread(index, factor) for index, factor in enumerate(per_microbatch)]
+    factors = sequence_weights(
+        sequences.num_tokens, spec, counts, unit_of_seq=unit_of_seq, weight_dtype=weight_dtype
+    )
+    return [factors.spread(sequences, index) for index in range(len(sequences.sizes))]
+
+
+@dataclass(frozen=True)
+class SequenceWeights:
+    """The weight of a valid token of each sequence.
+
+    Attributes:
+        values: [N], -0.0 where a sequence has tokens of weight 0, +0.0 where it has no token.
+        selects: whether spreading them takes a selection: a product is cheaper, but makes -0.0 or
+            NaN at masked tokens of sequences whose value is not a positive number.
+    """
+
+    values: Tensor
+    selects: bool
+
+    def spread(self, sequences: Sequences, index: int) -> Tensor:
+        """The weights [b, s] of microbatch `index`."""
+        values = self.values.split(sequences.sizes)[index]
+        return sequences.spread(index, values, selects=self.selects)
 
 
 def sequence_weights(
@@ -103,7 +127,8 @@ def sequence_weights(
     *,
     unit_of_seq: Tensor | None = None,
     times: Tensor | None = None,
-) -> Tensor:
+    weight_dtype: torch.dtype = torch.float64,
+) -> SequenceWeights:
     """The weight of a valid token of each sequence. Does not communicate.
 
     Args:
@@ -112,12 +137,18 @@ def sequence_weights(
         counts: counts of the global batch.
         unit_of_seq: int64 [N], in modes with units.
         times: a number [] to multiply by, for schedules whose finalize divides by it.
-
-    Returns:
-        float64 [N], 0 where a sequence has no token.
+        weight_dtype: of the result; the arithmetic is float64.
     """
     inputs = spec.inputs(counts, num_tokens.device, unit_of_seq)
     factor = get_mode(spec.loss_agg_mode).sequence_factor(num_tokens.double(), inputs)
+    has_tokens = num_tokens > 0
     # A factor of a sequence without tokens may be anything, also inf.
-    factor = torch.where(num_tokens > 0, factor, 0.0)
-    return factor if times is None else factor * times.to(factor.device)
+    factor = torch.where(has_tokens, factor, 0.0)
+    if times is not None:
+        factor = factor * times.to(factor.device)
+    # After the cast, which may round to 0.
+    values = mark_zeros(factor.to(weight_dtype), has_tokens)
+    # On the CPU a value can be looked at without waiting for anything.
+    are_positive = (values > 0) & torch.isfinite(values) | ~has_tokens
+    selects = values.device.type != "cpu" or not bool(are_positive.all())
+    return SequenceWeights(values, selects)

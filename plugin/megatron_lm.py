@@ -31,48 +31,34 @@ Deliberately not done:
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.marks import valid_tokens
+from megatron_lossagg.microbatch_report import MicrobatchReport
 from megatron_lossagg.refusals import uses_full_iteration_cuda_graph
-from megatron_lossagg.report import MicrobatchReport
 from megatron_lossagg.stream import NumMicrobatches
 
+from ._batches import Batch, named, with_vp_stage
+from ._loss_streams import (
+    LossStreams,
+    Stream,
+    evaluation_num_microbatches,
+    training_num_microbatches,
+)
+from ._megatron import megatron
+from .empty_steps import skip_empty_steps
 from .tp_broadcast import broadcast_batch
 
-__all__ = ["broadcast_batch", "make_forward_step", "make_loss_func"]
+__all__ = ["broadcast_batch", "make_forward_step", "make_loss_func", "skip_empty_steps"]
 
-# What `get_batch` of `pretrain_gpt.py` returns, by the number of its values.
-_BATCH_KEYS = {
-    # Up to Core 0.15.
-    5: ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"),
-    # 0.16 and 0.17.
-    6: ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", "packed_seq_params"),
-    # Since 0.18, its BATCH_KEYS.
-    10: (
-        "attention_mask",
-        "cu_seqlens",
-        "cu_seqlens_padded",
-        "hybrid_cp_group",
-        "labels",
-        "local_cp_size",
-        "loss_mask",
-        "max_seqlen",
-        "position_ids",
-        "tokens",
-    ),
-}
 _WEIGHTS_KEY = "loss_mask"
-
-Batch = Mapping[str, Any]
 
 
 def make_loss_func(
@@ -111,22 +97,30 @@ def make_loss_func(
             microbatch = {aggregator.weights_key: microbatch}
         result = aggregator.loss_func(microbatch, output_tensor, non_loss_data)
         if non_loss_data:
-            return _named_pairs(result, name)
+            return _for_host(result, name)
         *returned, report = result
-        if len(returned) == 1:
-            # evaluate() of Megatron-LM clamps denominators to 1 under --sft: make them 1.
-            report.packed /= report.packed[:, 1:].clone()
         if check_loss is not None:
             check_loss(returned[0])
-        return (*returned, _named_pairs(report, name))
+        return (*returned, _for_host(report, name))
 
     return loss_func
 
 
-def _named_pairs(report: MicrobatchReport, name: str) -> MicrobatchReport:
-    """[numerator, denominator] of the loss under `name`, and of every term and metric."""
-    names = [name if key == "loss" else key for key in report]
-    return MicrobatchReport(names, report.packed, report.extremes)
+def _for_host(report: MicrobatchReport, name: str) -> MicrobatchReport:
+    """[numerator, denominator] of the loss under `name`, and of every term and metric.
+
+    While training also of minima and maxima, which the checks before the optimizer complete:
+    train_step looks at them afterwards. evaluate() of Megatron-LM has no such place. Under --sft it
+    divides each microbatch's pair and averages, with denominators clamped to 1: make them 1.
+    """
+    names = ["" if key == "loss" else key for key in report.names.values]
+    names = report.names._replace(values=tuple(key or name for key in names))
+    host_report = report.renamed(names)
+    if torch.is_grad_enabled():
+        host_report.add_extremes()
+    else:
+        host_report.divide_shares()
+    return host_report
 
 
 def make_forward_step(
@@ -140,6 +134,8 @@ def make_forward_step(
     check_loss: Callable[[Tensor], None] | None = None,
     name: str = "lm loss",
     iteration: Callable[[], int] | None = None,
+    evaluation_average: str = "steps",
+    eval_aggregator: LossAggregator | None = None,
 ) -> Callable[..., Any]:
     """The `forward_step(data_iterator, model)` of `pretrain_gpt.py`, for `pretrain` or a schedule.
 
@@ -149,7 +145,8 @@ def make_forward_step(
     evaluation also runs `aggregator.validate` on the evaluation's last step.
 
     Args:
-        aggregator: the plugin, with weights_key="loss_mask".
+        aggregator: the plugin, with weights_key="loss_mask". Built without `model_config`, it takes
+            the model's own at the first step.
         get_batch: (data_iterator, vp_stage) or (data_iterator) -> a dict of tensors, or what
             Megatron-LM's `get_batch` returns: 5 values (to 0.15), 6 (0.16, 0.17) or 10 (since
             0.18). It takes its microbatch by one `next(data_iterator)`, except where that is None.
@@ -165,143 +162,81 @@ def make_forward_step(
         name: the entry of the report. With "loss", `aggregator.report` reads what the schedule
             returns.
         iteration: gives the step's number, where a term's coefficient is a schedule.
+        evaluation_average: what `evaluate` reports over its `eval_iters` global batches k, in both
+            settings of `calculate_per_token_loss`: "steps", the mean of their J_k, or "tokens",
+            sum_k T_k J_k / sum_k T_k, which is what Megatron-LM's own loss function gives for
+            token-mean (without --sft, which averages over microbatches).
+        eval_aggregator: the plugin for evaluation, where the one for training has deferred
+            denominators and cannot evaluate; None: the same one.
 
     Returns:
         forward_step(data_iterator, model, return_schedule_plan=False).
 
     Raises:
-        ValueError: the aggregator's weights do not ride in `loss_mask`.
+        ValueError: weights do not ride in `loss_mask`, or denominators are deferred and there is
+            no `eval_aggregator` that counts.
     """
-    if aggregator.weights_key != _WEIGHTS_KEY:
-        raise ValueError(
-            f"make_forward_step needs LossAggregator(..., weights_key={_WEIGHTS_KEY!r}), the field "
-            f"that Megatron-LM broadcasts and slices; got weights_key={aggregator.weights_key!r}."
-        )
-    loss_func = make_loss_func(aggregator, name=name, check_loss=check_loss)
+    evaluating = aggregator if eval_aggregator is None else eval_aggregator
+    for each in (aggregator, evaluating):
+        if each.weights_key != _WEIGHTS_KEY:
+            raise ValueError(
+                f"make_forward_step needs LossAggregator(..., weights_key={_WEIGHTS_KEY!r}), the "
+                "field that Megatron-LM broadcasts and slices; got "
+                f"weights_key={each.weights_key!r}."
+            )
+    if aggregator.has_model_config:
+        _check_evaluation(evaluating)
+    loss_funcs = {
+        is_training: make_loss_func(each, name=name, check_loss=check_loss)
+        for is_training, each in ((True, aggregator), (False, evaluating))
+    }
     if num_microbatches is None:
-        num_microbatches = _get_num_microbatches
+        num_microbatches = training_num_microbatches
     if eval_num_microbatches is None:
-        eval_num_microbatches = partial(_eval_num_microbatches, num_microbatches)
-    streams = _LossStreams(aggregator, num_microbatches, eval_num_microbatches, iteration)
-    call_get_batch = _with_vp_stage(get_batch)
+        eval_num_microbatches = partial(evaluation_num_microbatches, num_microbatches)
+    of_evaluation = {"forward_only": True, "evaluation_average": evaluation_average}
+    streams = LossStreams(
+        Stream(aggregator, num_microbatches, {"iteration": iteration}),
+        Stream(evaluating, eval_num_microbatches, {"iteration": iteration, **of_evaluation}),
+    )
+    call_get_batch = with_vp_stage(get_batch)
     call_model = _call_gpt_model if call_model is None else call_model
 
     def forward_step(
         data_iterator: Any, model: Any, return_schedule_plan: bool = False
     ) -> tuple[Any, Callable[..., Any]]:
-        get_attribute = _megatron("megatron.core.utils", "get_attr_wrapped_model")
-        config = _megatron("megatron.core.utils", "get_model_config")(model)
-        _check_config(config, aggregator)
+        get_attribute = megatron("megatron.core.utils", "get_attr_wrapped_model")
+        config = megatron("megatron.core.utils", "get_model_config")(model)
+        is_training = bool(model.training)
+        for each in (aggregator, evaluating):
+            each.use_model_config(config)
+            _check_config(config, each)
+        _check_evaluation(evaluating)
+        running = streams.aggregator(is_training)
         # The schedule reads this hook from the config of its first chunk, which may be a copy.
-        aggregator.install_finalize_hook(config)
-        if get_attribute(model, "post_process"):
-            data_iterator = streams.enter(data_iterator, bool(model.training))
-        batch = _named(call_get_batch(data_iterator, model), batch_keys)
+        running.install_finalize_hook(config)
+        running.measure_at_first_step()
+        computes_loss = get_attribute(model, "post_process")
+        if computes_loss:
+            data_iterator = streams.enter(data_iterator, is_training)
+        batch = named(call_get_batch(data_iterator, model), batch_keys)
+        if computes_loss:
+            batch = running.with_shared_counts(batch)
         target = model.build_schedule_plan if return_schedule_plan else model
+        loss_func = loss_funcs[is_training]
         return call_model(target, batch), partial(loss_func, batch, model=model)
 
     return forward_step
 
 
-class _LossStreams:
-    """The loss chunk's iterators on this rank: one wrapped for training, one for evaluation."""
-
-    def __init__(
-        self,
-        aggregator: LossAggregator,
-        num_microbatches: NumMicrobatches,
-        eval_num_microbatches: NumMicrobatches,
-        iteration: Callable[[], int] | None,
-    ) -> None:
-        self._aggregator = aggregator
-        self._iteration = iteration
-        self._num_microbatches = {True: num_microbatches, False: eval_num_microbatches}
-        self._is_training = True
-        self._wrapped: dict[bool, tuple[Any, Any]] = {}
-        self._is_without_data = False
-
-    def enter(self, data_iterator: Any, is_training: bool) -> Any:
-        """The wrapped iterator, or None on a rank without data; called once per microbatch."""
-        if is_training and not self._is_training:
-            # A schedule that runs forward only has no finalize hook: check its last step here.
-            self._aggregator.validate()
-        self._is_training = is_training
-        if self._aggregator.must_measure:
-            raise LossAggError(
-                "contract='measure' with make_forward_step: only ranks of the last stage plan a "
-                "step, but measuring takes all ranks. Call aggregator.measure(model=model) on "
-                "every rank before training."
-            )
-        if data_iterator is None:
-            self._enter_without_data()
-            return None
-        raw, wrapped = self._wrapped.get(is_training, (None, None))
-        if raw is not data_iterator:
-            number = self._num_microbatches[is_training]
-            wrapped = self._aggregator.wrap(
-                data_iterator, num_microbatches=number, iteration=self._iteration
-            )
-            # Only the latest is kept: between steps a wrapped iterator holds nothing back.
-            self._wrapped[is_training] = (data_iterator, wrapped)
-        return wrapped
-
-    def _enter_without_data(self) -> None:
-        if self._is_without_data:
-            return
-        parallel_state = importlib.import_module("megatron.core.parallel_state")
-        if parallel_state.get_tensor_model_parallel_rank() == 0:
-            raise LossAggError(
-                "forward_step got no data iterator on tensor-parallel rank 0 of the chunk that "
-                "computes the loss, where tokens are counted. Give this rank its data; other "
-                "tensor-parallel ranks may have None."
-            )
-        self._aggregator.wrap(
-            None, num_microbatches=self._current_num_microbatches, iteration=self._iteration
-        )
-        self._is_without_data = True
-
-    def _current_num_microbatches(self) -> int:
-        number = self._num_microbatches[self._is_training]
-        return number() if callable(number) else number
-
-
-def _named(batch: Any, batch_keys: Sequence[str] | None) -> Batch:
-    """What `get_batch` returned, as a dict."""
-    if batch is None:
-        return {}
-    if isinstance(batch, Mapping):
-        return batch
-    values = tuple(batch)
-    keys = _BATCH_KEYS.get(len(values)) if batch_keys is None else tuple(batch_keys)
-    if keys is None or len(keys) != len(values):
-        known = ", ".join(map(str, _BATCH_KEYS)) if keys is None else str(len(keys))
+def _check_evaluation(evaluating: LossAggregator) -> None:
+    """Raise ValueError if Megatron-LM's `evaluate` would meet an aggregator that cannot."""
+    if not evaluating.can_evaluate:
         raise ValueError(
-            f"get_batch returned {len(values)} values, expected a dict or {known} values. Pass "
-            "batch_keys=(...) with a name for each; the loss mask must be called 'loss_mask'."
+            "make_forward_step got an aggregator with denominators='deferred', which divides when "
+            "gradients are finalized, and Megatron-LM evaluates, too. Pass "
+            "eval_aggregator=LossAggregator(..., denominators='counted') for evaluation."
         )
-    return dict(zip(keys, values, strict=True))
-
-
-def _with_vp_stage(get_batch: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """`get_batch` as a function of iterator and model; up to 0.14 it took no `vp_stage`."""
-    try:
-        parameters = list(inspect.signature(get_batch).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    kinds = [p.kind for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    takes_stage = len(kinds) != 1 or kinds[0] is inspect.Parameter.VAR_POSITIONAL
-
-    def call(data_iterator: Any, model: Any) -> Any:
-        if not takes_stage:
-            return get_batch(data_iterator)
-        get_attribute = _megatron("megatron.core.utils", "get_attr_wrapped_model")
-        try:
-            vp_stage = get_attribute(model, "vp_stage")
-        except RuntimeError:
-            vp_stage = None
-        return get_batch(data_iterator, vp_stage)
-
-    return call
 
 
 def _call_gpt_model(model: Any, batch: Batch) -> Any:
@@ -313,10 +248,11 @@ def _call_gpt_model(model: Any, batch: Batch) -> Any:
         )
     options = {"labels": batch.get("labels")}
     owner = getattr(model, "__self__", model)
-    config = _megatron("megatron.core.utils", "get_model_config")(owner)
+    config = megatron("megatron.core.utils", "get_model_config")(owner)
     if getattr(config, "mtp_num_layers", None) and batch.get(_WEIGHTS_KEY) is not None:
-        # Multi-token prediction has a loss of its own, over the 0/1 mask.
-        options["loss_mask"] = (batch[_WEIGHTS_KEY] != 0).float()
+        # Multi-token prediction has a loss of its own, over the 0/1 mask: valid tokens, also those
+        # to which a mode gives the weight 0.
+        options["loss_mask"] = valid_tokens(batch[_WEIGHTS_KEY]).float()
     return model(
         batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), **options
     )
@@ -339,30 +275,3 @@ def _check_config(config: Any, aggregator: LossAggregator) -> None:
             "Give train_step aggregator.wrap(data_iterator, ...) and bind "
             "make_loss_func(aggregator) in a forward_step of your own."
         )
-
-
-def _get_num_microbatches() -> int:
-    module = "megatron.core.num_microbatches_calculator"
-    return _megatron(module, "get_num_microbatches")()
-
-
-def _eval_num_microbatches(num_microbatches: NumMicrobatches) -> int:
-    """What `evaluate` of Megatron-LM runs; without its arguments the number for training."""
-    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    if args is None:
-        return num_microbatches() if callable(num_microbatches) else num_microbatches
-    batch_size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
-    micro_batch_size = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
-    num_peers = args.data_parallel_size * getattr(args, "gtp_weight_remat_size", 1)
-    return batch_size // (micro_batch_size * num_peers)
-
-
-def _megatron(module: str, symbol: str) -> Any:
-    """A symbol of Megatron-Core, imported when it is first needed."""
-    try:
-        return getattr(importlib.import_module(module), symbol)
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"megatron_lossagg_plugin.megatron_lm looked for {module}.{symbol} and did not find "
-            f"it: {error}. Install megatron-core 0.12 or newer."
-        ) from error

@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.cp_slicing import slice_for_cp
 from megatron_lossagg.groups import ParallelGroups
-from megatron_lossagg.report import reduce_reports
 from megatron_lossagg.testing.cp_conventions import FullRowLosses
 from megatron_lossagg.testing.faults import planted
 from megatron_lossagg.testing.model_chunks import model_output, token_log_probs
@@ -162,14 +161,9 @@ def _as_megatron_lm_reports(store: list[Any]) -> dict[str, float]:
     Communicates over the data x context parallel group of the last stage.
     """
     groups = ParallelGroups.from_megatron()
-    totals = reduce_reports(
-        store,
-        ("loss",),
-        groups,
-        evidence_of_tokens=torch.zeros((), dtype=torch.float64),
-        broadcast_over_pipeline=False,
-    )
-    if totals is None:
+    if not groups.is_last_stage:
         return {}
-    [[numerator, denominator]] = totals.pairs.tolist()
+    total = torch.stack([entry["loss"].double() for entry in store]).sum(dim=0)
+    dist.all_reduce(total, group=groups.dp_cp)
+    numerator, denominator = total.tolist()
     return {"loss": numerator / denominator if denominator else 0.0}

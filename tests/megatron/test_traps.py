@@ -259,9 +259,14 @@ def _batched_p2p():
 
 
 def test_wrap_needs_no_call_of_validate(rank_pool):
-    """The checks hang on finalize_model_grads_func from the first step on, once."""
+    """The checks hang on finalize_model_grads_func: each step enters once, and leaves with it."""
     for facts in rank_pool.run(_finalize_hook, world_size=2):
-        assert facts == {"installed_before": False, "num_checks": 1, "same_after_deepcopy": True}
+        assert facts == {
+            "installed_before": False,
+            "num_checks": 2,
+            "waiting": [],
+            "same_after_deepcopy": True,
+        }
 
 
 def _finalize_hook():
@@ -274,11 +279,14 @@ def _finalize_hook():
     step = SimpleNamespace(
         loss_func=aggregator.loss_func, data_iterator=lambda n: [data] * n, num_microbatches=4
     )
+    checks, validate = [], aggregator._stream.validate
+    aggregator._stream.validate = lambda *args: (checks.append(args), validate(*args))
     for _ in range(2):
         _run_schedule(chunks, step)
     hook = config.finalize_model_grads_func
     return {
         "installed_before": before,
-        "num_checks": len(hook.participants),
+        "num_checks": len(checks),
+        "waiting": hook.participants,
         "same_after_deepcopy": copy.deepcopy(hook) is hook,
     }

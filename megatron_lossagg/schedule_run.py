@@ -1,0 +1,44 @@
+"""Which run of Megatron's schedule the caller is in."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+_MODULE = "megatron.core.pipeline_parallel.schedules"
+# A tensor that every run of a schedule makes, and keeps until it ends.
+_LOCAL = "total_num_tokens"
+
+
+class ScheduleRun:
+    """A run of the schedule, told apart from earlier and later ones; it keeps nothing alive."""
+
+    def __init__(self, token: Any) -> None:
+        self._token = weakref.ref(token)
+
+    @classmethod
+    def current(cls) -> ScheduleRun | None:
+        """The run that has called, however deep; None outside of Megatron's own schedules.
+
+        A schedule that an exception ended and the one that is run again look alike to a data
+        iterator, which is asked for its next microbatch by both: only the call stack tells.
+        """
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_globals.get("__name__") == _MODULE:
+                token = frame.f_locals.get(_LOCAL)
+                if token is not None:
+                    return cls(token)
+            frame = frame.f_back  # type: ignore[assignment]
+        return None
+
+    def is_same_as(self, other: ScheduleRun) -> bool:
+        """Whether both are one run that has not ended."""
+        token = self._token()
+        return token is not None and token is other._token()
+
+
+def has_been_left(begun_in: ScheduleRun | None, now: ScheduleRun | None) -> bool:
+    """Whether what began in one run is met in another: an exception has ended the first."""
+    return begun_in is not None and now is not None and not begun_in.is_same_as(now)
