@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_lossagg import LossAggregator, slice_for_cp
+from megatron_lossagg.marks import valid_tokens
 from megatron_lossagg.testing.run import StepPlan, run_global_batch
 from megatron_lossagg_plugin.megatron_lm import make_forward_step
 
@@ -35,7 +36,9 @@ def call_model(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     options = {}
     if getattr(model.config, "mtp_num_layers", None):
         # Its loss is over the 0/1 mask, also where weights ride in this field.
-        options = {"labels": batch["labels"], "loss_mask": (batch["loss_mask"] != 0).float()}
+        mask = batch["loss_mask"]
+        is_valid = valid_tokens(mask) if mask.is_floating_point() else mask != 0
+        options = {"labels": batch["labels"], "loss_mask": is_valid.float()}
     return model(batch["tokens"], batch["position_ids"], None, **options)
 
 
