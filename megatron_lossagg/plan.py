@@ -19,6 +19,7 @@ from megatron_lossagg.counts import (
 )
 from megatron_lossagg.errors import LossAggError, keys_or_type
 from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communication_device
+from megatron_lossagg.plain_tensors import dict_hint
 from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.terms import Weighting, distinct_masks
 from megatron_lossagg.units import LocalUnits
@@ -240,7 +241,7 @@ def check_microbatch(microbatch: Any, index: int, options: WeightOptions) -> Non
     if not isinstance(microbatch, Mapping):
         raise TypeError(
             f"Microbatch {index} is a {type(microbatch).__name__}; expected a dict of tensors with "
-            f"{options.mask_keys[0]!r}."
+            f"{options.mask_keys[0]!r}.{dict_hint(microbatch)}"
         )
     for mask_key in options.mask_keys:
         if microbatch.get(mask_key) is None:
