@@ -13,6 +13,7 @@ from megatron_lossagg.evaluation import Evaluation, Metric, Sums
 from megatron_lossagg.modes import get_mode
 from megatron_lossagg.report import Totals
 from megatron_lossagg.terms import LossTerm, Weighting, distinct_masks
+from megatron_lossagg.typed_fields import check_flags
 
 MAIN_MASK = "loss_mask"
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
@@ -147,6 +148,7 @@ def make_objective(
     Raises:
         TypeError, ValueError: neither or both.
     """
+    check_flags(compile=compile)
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}.")
     if terms is None:

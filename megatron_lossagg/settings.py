@@ -23,6 +23,7 @@ from megatron_lossagg.refusals import (
 )
 from megatron_lossagg.schedule import ScheduleContract, check_model_config, check_options
 from megatron_lossagg.step_context import StepContext
+from megatron_lossagg.typed_fields import check_flags
 from megatron_lossagg.weights import check_weight_dtype
 
 
@@ -46,6 +47,7 @@ class Settings:
         check_weight_dtype(self.weight_dtype)
         check_weights_key(self.weights_key)
         check_model_config(self.model_config)
+        check_flags(masks_are_cp_sliced=self.masks_are_cp_sliced, report_counts=self.reports_counts)
         check_options(
             returns=self.returns,
             cp_gradient=self.cp_gradient,

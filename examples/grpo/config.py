@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from grpo.task import CountTask
@@ -89,7 +91,9 @@ class AlgorithmConfig:
     """Divide advantages by their group's standard deviation; Dr.GRPO does not."""
 
     def __post_init__(self) -> None:
-        _check_positive("algorithm", self, names=("updates_per_step", "clip_high"))
+        _check_positive("algorithm", self, names=("updates_per_step",))
+        if not self.clip_high > 0:  # infinite: no clipping from above
+            raise ValueError(f"algorithm.clip_high={self.clip_high} must be greater than 0.")
         if not 0 < self.clip_low < 1:
             raise ValueError(f"algorithm.clip_low={self.clip_low} must be between 0 and 1.")
 
@@ -107,9 +111,16 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_positive("optimizer", self, names=("lr",))
-        for name in ("beta1", "beta2", "weight_decay", "clip_grad"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} must not be negative.")
+        for name in ("weight_decay", "clip_grad"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"optimizer.{name}={getattr(self, name)} must be finite and not negative."
+                )
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"optimizer.{name}={getattr(self, name)} must be at least 0 and below 1."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +145,8 @@ class TrainingConfig:
         _check_positive("", self, names=("steps", "micro_batch_size"))
         if self.save_every < 0:
             raise ValueError(f"save_every={self.save_every} must not be negative.")
+        if self.name in ("", ".", "..") or Path(self.name).name != self.name:
+            raise ValueError(f"name={self.name!r} cannot name a folder in runs/.")
         self._check_terms()
         if self.loss_agg.weights_key != WEIGHTS_KEY:
             raise ValueError(
@@ -293,6 +306,6 @@ def _check_positive(section: str, config: Any, names: tuple[str, ...] | None = N
     names = tuple(f.name for f in dataclasses.fields(config)) if names is None else names
     for name in names:
         value = getattr(config, name)
-        if not value > 0:
+        if not 0 < value < math.inf:
             where = f"{section}.{name}" if section else name
-            raise ValueError(f"{where}={value} must be greater than 0.")
+            raise ValueError(f"{where}={value} must be greater than 0, and finite.")
