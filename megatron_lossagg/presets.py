@@ -23,7 +23,7 @@ A term that names another mode has of the preset what that mode reads: `sequence
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -228,7 +228,7 @@ def preset_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
         )
     options = {**preset.options, **overrides}
     terms = options.get("terms")
-    if isinstance(terms, list | tuple) and terms:
+    if isinstance(terms, Sequence) and not isinstance(terms, str) and terms:
         defaults = {key: options.pop(key) for key in _OF_A_TERM if key in options}
         options["terms"] = [_completed(term, defaults) for term in terms]
         in_its_mode = [t for t in options["terms"] if _has_mode(t, mode)]

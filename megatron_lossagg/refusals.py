@@ -159,8 +159,8 @@ def check_p2p_order(model_config: Any, pp_size: int, num_virtual_stages: int) ->
 
     With two pipeline ranks both neighbours are the same rank. A batched exchange then posts two
     messages each way between one pair, which backends (gloo and NCCL) match in order of posting:
-    activations and gradients change places and the numbers are wrong without an error. What is
-    proved to be right is `overlap_p2p_comm` without `batch_p2p_comm`.
+    activations and gradients change places and the numbers are wrong without an error. The setting
+    that is tested is `overlap_p2p_comm` without `batch_p2p_comm`.
     """
     overlapped = bool(getattr(model_config, "overlap_p2p_comm", False))
     batched = bool(getattr(model_config, "batch_p2p_comm", True))
@@ -169,6 +169,6 @@ def check_p2p_order(model_config: Any, pp_size: int, num_virtual_stages: int) ->
             f"Pipeline size 2 with virtual stages, overlap_p2p_comm={overlapped} and "
             f"batch_p2p_comm={batched}: batched sends and receives between the "
             "same two ranks are matched in order and swap activations with gradients, silently; "
-            "one setting is proved. Set overlap_p2p_comm=True and batch_p2p_comm=False in the "
+            "one setting is tested. Set overlap_p2p_comm=True and batch_p2p_comm=False in the "
             "model's config, or use another pipeline size."
         )

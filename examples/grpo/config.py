@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
-from pathlib import Path
+from math import inf
 from typing import Any
 
 from grpo.task import CountTask
@@ -91,9 +90,7 @@ class AlgorithmConfig:
     """Divide advantages by their group's standard deviation; Dr.GRPO does not."""
 
     def __post_init__(self) -> None:
-        _check_positive("algorithm", self, names=("updates_per_step",))
-        if not self.clip_high > 0:  # infinite: no clipping from above
-            raise ValueError(f"algorithm.clip_high={self.clip_high} must be greater than 0.")
+        _check_positive("algorithm", self, names=("updates_per_step", "clip_high"))
         if not 0 < self.clip_low < 1:
             raise ValueError(f"algorithm.clip_low={self.clip_low} must be between 0 and 1.")
 
@@ -111,16 +108,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_positive("optimizer", self, names=("lr",))
-        for name in ("weight_decay", "clip_grad"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)} must be finite and not negative."
-                )
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)} must be at least 0 and below 1."
-                )
+        for name in ("lr", "beta1", "beta2", "weight_decay", "clip_grad"):
+            value, limit = getattr(self, name), 1 if name.startswith("beta") else inf
+            if not 0 <= value < limit:
+                raise ValueError(f"optimizer.{name}={value} must be at least 0 and below {limit}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +136,6 @@ class TrainingConfig:
         _check_positive("", self, names=("steps", "micro_batch_size"))
         if self.save_every < 0:
             raise ValueError(f"save_every={self.save_every} must not be negative.")
-        if self.name in ("", ".", "..") or Path(self.name).name != self.name:
-            raise ValueError(f"name={self.name!r} cannot name a folder in runs/.")
         self._check_terms()
         if self.loss_agg.weights_key != WEIGHTS_KEY:
             raise ValueError(
@@ -306,6 +295,6 @@ def _check_positive(section: str, config: Any, names: tuple[str, ...] | None = N
     names = tuple(f.name for f in dataclasses.fields(config)) if names is None else names
     for name in names:
         value = getattr(config, name)
-        if not 0 < value < math.inf:
+        if not value > 0:
             where = f"{section}.{name}" if section else name
-            raise ValueError(f"{where}={value} must be greater than 0, and finite.")
+            raise ValueError(f"{where}={value} must be greater than 0.")
