@@ -39,6 +39,7 @@ def main() -> int:
     from grpo.run_folder import open_comparison_folder
 
     def load() -> GrpoConfig:
+        cli.import_modes(arguments)
         suffix = "_compare" if arguments.compare else ""
         file = cli.config_file_of(arguments, suffix)
         overrides = cli.overrides_of(arguments)

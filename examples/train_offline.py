@@ -27,6 +27,7 @@ def main() -> int:
     from grpo.launch import is_first_process
 
     def load() -> OfflineConfig:
+        cli.import_modes(arguments)
         overrides = cli.overrides_of(arguments) | {"data.path": arguments.data}
         config = load_config(OfflineConfig, cli.config_file_of(arguments), overrides)
         # Also finds a bad line before any rank has started.

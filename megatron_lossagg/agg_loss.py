@@ -11,6 +11,7 @@ from megatron_lossagg.modes import (
     check_norm_semantics,
     get_mode,
 )
+from megatron_lossagg.plain_tensors import check_plain_tensor
 
 _MODES = (
     "token-mean",
@@ -76,6 +77,8 @@ def agg_loss(
             "LossAggregator or token_weights."
         )
     check_norm_semantics(norm_semantics)
+    check_plain_tensor(loss_mat, "loss_mat", "[bs, response_length]")
+    check_plain_tensor(loss_mask, "loss_mask", "[bs, response_length]")
     if loss_mat.shape != loss_mask.shape or loss_mat.dim() != 2:
         raise ValueError(
             "agg_loss expects loss_mat and loss_mask of one shape (bs, response_length), got "

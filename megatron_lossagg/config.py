@@ -13,6 +13,7 @@ from megatron_lossagg.presets import preset_options
 from megatron_lossagg.schedule import check_options
 from megatron_lossagg.term_config import TermConfig
 from megatron_lossagg.terms import LossTerm
+from megatron_lossagg.typed_fields import check_flags, check_keys, read_dataclass, read_value
 from megatron_lossagg.weights import WEIGHT_DTYPES
 
 
@@ -24,7 +25,8 @@ class LossAggConfig:
     """One of `modes.mode_names()`; with `terms` each term has its own."""
 
     terms: tuple[TermConfig, ...] = ()
-    """The summands of the objective; in YAML a list of mappings."""
+    """The summands of the objective; in YAML a list of mappings. Beside the key `preset` a term has
+    the preset's mode and options unless it says otherwise; see `presets`."""
 
     loss_scale_factor: float | None = None
     """L; required by `seq-mean-token-sum-norm`."""
@@ -71,6 +73,11 @@ class LossAggConfig:
             denominators=self.denominators,
         )
         check_weights_key(self.weights_key)
+        check_flags(
+            masks_are_cp_sliced=self.masks_are_cp_sliced,
+            report_counts=self.report_counts,
+            compile=self.compile,
+        )
         if not isinstance(self.weight_dtype, str) or self.weight_dtype not in WEIGHT_DTYPES:
             raise ValueError(
                 f"weight_dtype={self.weight_dtype!r} does not exist; expected one of "
@@ -89,7 +96,8 @@ class LossAggConfig:
             raise ValueError(
                 "LossAggConfig needs 'loss_agg_mode', for example 'token-mean', or 'terms'."
             )
-        object.__setattr__(self, "terms", tuple(map(TermConfig.of, self.terms)))
+        terms = read_value(tuple[TermConfig, ...], self.terms, "terms")
+        object.__setattr__(self, "terms", terms)
         defaults = {"loss_scale_factor": None, "norm_semantics": "sum", "sequence_count": "valid"}
         given = [name for name, value in defaults.items() if getattr(self, name) != value]
         if self.terms and given:
@@ -106,7 +114,8 @@ class LossAggConfig:
 
         Args:
             name: one of `presets.preset_names()`.
-            **overrides: further options. What defines the preset cannot be changed.
+            **overrides: further options. What defines the preset cannot be changed, except by a
+                term for itself; see `presets`.
 
         Raises:
             ValueError: an unknown preset, one that is refused and why, a missing or another option.
@@ -114,26 +123,23 @@ class LossAggConfig:
         return cls.from_dict({**overrides, "preset": name})
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LossAggConfig:
-        """Build one from a mapping; raises ValueError naming unknown and missing keys.
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "") -> LossAggConfig:
+        """Build one from a mapping, whose numbers and flags may be text; see `typed_fields`.
 
         The key `preset` names a preset, which the other keys complete.
+
+        Args:
+            values: options by name.
+            where: their place in a larger mapping, for messages.
+
+        Raises:
+            ValueError: unknown or missing options, or a value that is of no use.
         """
-        if not isinstance(values, Mapping):
-            raise ValueError(
-                f"Expected a mapping of LossAggConfig options, got {type(values).__name__}."
-            )
-        options = {key: value for key, value in values.items() if key != "preset"}
-        known = [f.name for f in fields(cls)]
-        unknown = sorted(str(key) for key in options if key not in known)
-        if unknown:
-            raise ValueError(
-                f"Unknown LossAggConfig option(s) {', '.join(unknown)}; known ones: preset, "
-                f"{', '.join(known)}."
-            )
+        check_keys(values, ("preset", *(field.name for field in fields(cls))), where)
         if "preset" in values:
-            options = preset_options(values["preset"], options)
-        return cls(**options)
+            options = {key: value for key, value in values.items() if key != "preset"}
+            values = preset_options(values["preset"], options)
+        return read_dataclass(cls, values, where)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> LossAggConfig:

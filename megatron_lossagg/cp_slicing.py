@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import keys_or_type
 from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.plain_tensors import check_plain_tensor, dict_hint
 from megatron_lossagg.sequences import checked_cu_seqlens
 
 
@@ -34,12 +35,21 @@ def slice_for_cp(
         A new dict; the argument is not changed.
 
     Raises:
+        TypeError: no dict, or a nested tensor.
         ValueError: the width is not a multiple of 2C, or no field tells it, or fields differ.
     """
+    if not isinstance(microbatch, Mapping):
+        raise TypeError(
+            f"slice_for_cp expects a dict of tensors, got {type(microbatch).__name__}."
+            f"{dict_hint(microbatch)}"
+        )
     groups = ParallelGroups.from_megatron() if groups is None else groups
     sliced = dict(microbatch)
     if groups.cp_size == 1:
         return sliced
+    for key, value in microbatch.items():
+        if isinstance(value, Tensor):
+            check_plain_tensor(value, key, "[b, s]")
     width = _row_width(microbatch)
     if microbatch.get("cu_seqlens") is not None:
         index = _packed_positions(microbatch, width, groups)

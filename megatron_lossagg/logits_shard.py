@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.plain_tensors import check_plain_tensor
 
 BACKWARDS = ("recompute", "keep-softmax", "overwrite-logits")
 
@@ -56,6 +57,7 @@ class LogitsShard:
         if not isinstance(logits, Tensor) or not logits.is_floating_point():
             what = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
             raise TypeError(f"logits must be a floating-point tensor, got {what}.")
+        check_plain_tensor(logits, "logits", "[b, s, vocab / TP]")
         if logits.dim() != 3 or logits.shape[-1] == 0:
             raise ValueError(
                 f"logits have shape {tuple(logits.shape)}; expected [b, s, vocab / TP], or packed "
@@ -127,8 +129,7 @@ def check_tokens(logits: Tensor, labels: Any, loss_mask: Any, vocab_size: int) -
     """
     named = {"labels": labels} if loss_mask is None else {"labels": labels, "loss_mask": loss_mask}
     for name, value in named.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
+        check_plain_tensor(value, name, "[b, s]")
         if value.shape != logits.shape[:-1]:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}, but logits {tuple(logits.shape)}; "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import LossAggError, keys_or_type
+from megatron_lossagg.plain_tensors import dict_hint
 
 _select = torch.ops.aten.hardshrink_backward.default
 
@@ -90,6 +91,7 @@ def weights_of(microbatch: Mapping[str, Any], weights_key: str) -> Tensor:
             f"The microbatch given to loss_func carries no weights under {weights_key!r} (found: "
             f"{keys_or_type(microbatch)}). Take microbatches from step.data_iterator(...) or from "
             "aggregator.wrap(...), and keep that field through get_batch and slicing."
+            f"{dict_hint(microbatch)}"
         )
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         found = str(weights.dtype) if isinstance(weights, Tensor) else type(weights).__name__
@@ -109,6 +111,11 @@ def check_token_losses(losses: Any, weights: Tensor, where: str = "") -> None:
     if not isinstance(losses, Tensor):
         raise TypeError(
             f"loss_fn{where} must return a tensor of per-token losses, got {type(losses).__name__}."
+        )
+    if losses.is_nested:
+        raise TypeError(
+            f"loss_fn{where} returned a nested tensor; return one of the weights' shape "
+            f"{tuple(weights.shape)}: torch.nested.to_padded_tensor(losses, 0, weights.shape)."
         )
     if losses.shape != weights.shape:
         hint = (

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lossagg.plain_tensors import check_plain_tensor
+
 # Values read together: few enough to stay in a cache between passes, many for the calls they need.
 _MAX_VALUES = 2**20
 # Masks of fewer values are put together first: two calls per mask would cost more.
@@ -24,8 +26,7 @@ _KEPT = threading.local()
 
 def checked_mask(loss_mask: Any) -> Tensor:
     """The mask outside of any graph; raises unless it is a tensor [b, s]. Looks at no value."""
-    if not isinstance(loss_mask, Tensor):
-        raise TypeError(f"loss_mask must be a tensor, got {type(loss_mask).__name__}.")
+    check_plain_tensor(loss_mask, "loss_mask", "[b, s]")
     if loss_mask.dim() != 2:
         raise ValueError(
             "loss_mask must have shape [b, s], one sequence per row, or [1, t] with cu_seqlens; "

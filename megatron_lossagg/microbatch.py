@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import LossAggError, keys_or_type
 from megatron_lossagg.metrics import Metric
+from megatron_lossagg.plain_tensors import dict_hint
 from megatron_lossagg.terms import MAIN_MASK, Weighting, distinct_masks
 
 Microbatch = Mapping[str, Any]
@@ -168,7 +169,7 @@ def check_microbatch(microbatch: Any, index: int, options: WeightOptions) -> Non
     if not isinstance(microbatch, Mapping):
         raise TypeError(
             f"Microbatch {index} is a {type(microbatch).__name__}; expected a dict of tensors with "
-            f"{options.mask_keys[0]!r}."
+            f"{options.mask_keys[0]!r}.{dict_hint(microbatch)}"
         )
     for mask_key in options.mask_keys:
         if microbatch.get(mask_key) is None:

@@ -24,9 +24,13 @@ factor per sequence. A count of zero gives a weight of zero, never a division by
 """
 
 from megatron_lossagg.mode_registry import (
+    IMPORT_VARIABLE,
+    OWN_MODES_HINT,
     get_mode,
+    import_named_modules,
     mode_names,
     register_mode,
+    registered_by,
     registered_names,
 )
 from megatron_lossagg.mode_spec import (
@@ -40,7 +44,9 @@ from megatron_lossagg.mode_spec import (
 from megatron_lossagg.mode_table import AggregationMode, ModeInputs, reciprocal_or_zero
 
 __all__ = [
+    "IMPORT_VARIABLE",
     "NORM_SEMANTICS",
+    "OWN_MODES_HINT",
     "SEQUENCE_COUNTS",
     "AggregationMode",
     "ModeInputs",
@@ -48,9 +54,11 @@ __all__ = [
     "check_loss_scale_factor",
     "check_norm_semantics",
     "get_mode",
+    "import_named_modules",
     "mode_names",
     "reciprocal_or_zero",
     "register_mode",
+    "registered_by",
     "registered_names",
     "undivided_counts",
 ]

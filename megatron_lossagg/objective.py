@@ -14,6 +14,7 @@ from megatron_lossagg.metrics import Metric
 from megatron_lossagg.microbatch_report import ReportNames
 from megatron_lossagg.modes import get_mode
 from megatron_lossagg.terms import MAIN_MASK, LossTerm, Weighting, distinct_masks
+from megatron_lossagg.typed_fields import check_flags
 
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
 
@@ -172,6 +173,7 @@ def make_objective(
     Raises:
         TypeError, ValueError: neither or both.
     """
+    check_flags(compile=compile)
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}.")
     if terms is None:

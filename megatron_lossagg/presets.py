@@ -8,21 +8,35 @@ tests/unit/test_presets.py, and with the host's own function in tests/hosts/test
 
 What a preset sets is fixed; other options of `LossAggConfig` can be added. Names of algorithms say
 how token losses are *aggregated*; the token loss itself (clipping, ratios) is the caller's.
+
+Beside `terms` a preset gives each term what the term does not say:
+
+    preset: dr_grpo
+    loss_scale_factor: 4096
+    terms:
+      - name: policy                  # all of the preset: its mode, norm_semantics, B, and L
+      - {name: kl, loss_agg_mode: token-mean, coefficient: 0.1}     # sequence_count alone
+
+A term that names another mode has of the preset what that mode reads: `sequence_count` always,
+`norm_semantics` and L (`loss_scale_factor`) if it is `seq-mean-token-sum-norm`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+_NORM_MODE = "seq-mean-token-sum-norm"
 _VERL_MODES = (
     "token-mean",
     "seq-mean-token-sum",
     "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
+    _NORM_MODE,
 )
+# Options that each term has for itself.
+_OF_A_TERM = ("loss_agg_mode", "loss_scale_factor", "norm_semantics", "sequence_count")
 _NORM_LENGTH = (
     "the constant that every sum over tokens is divided by, usually the maximum response length: "
     "the width of a Megatron mask includes the prompt and is no substitute"
@@ -72,7 +86,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "dr_grpo": Preset(
             {
-                "loss_agg_mode": "seq-mean-token-sum-norm",
+                "loss_agg_mode": _NORM_MODE,
                 "norm_semantics": "seq-mean",
                 "sequence_count": "nominal",
             },
@@ -151,7 +165,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "trl-dr_grpo": Preset(
             {
-                "loss_agg_mode": "seq-mean-token-sum-norm",
+                "loss_agg_mode": _NORM_MODE,
                 "norm_semantics": "seq-mean",
                 "sequence_count": "nominal",
             },
@@ -187,7 +201,8 @@ def preset_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         name: one of `preset_names()`.
-        overrides: options of `LossAggConfig`.
+        overrides: options of `LossAggConfig`. With `terms` (mappings, or `TermConfig`s, which are
+            complete) the preset's options are those of the terms that do not say otherwise.
 
     Raises:
         ValueError: an unknown preset; one that is no global objective; a required option is
@@ -198,13 +213,6 @@ def preset_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"Unknown preset {name!r}; expected one of {', '.join(PRESETS)}.")
     preset = PRESETS[name]
-    for option, meaning in preset.required.items():
-        if overrides.get(option) is None:
-            raise ValueError(f"preset {name!r} needs {option}: {meaning}.")
-    if overrides.get("terms"):
-        raise ValueError(
-            f"preset {name!r} is one aggregation; with terms, give each term its loss_agg_mode."
-        )
     for option, fixed in preset.options.items():
         given = overrides.get(option, fixed)
         if given != fixed and not (option == "loss_agg_mode" and preset.modes):
@@ -218,4 +226,33 @@ def preset_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
             f"preset {name!r} has no loss_agg_mode={mode!r}; expected one of "
             f"{', '.join(preset.modes)}."
         )
-    return {**preset.options, **overrides}
+    options = {**preset.options, **overrides}
+    terms = options.get("terms")
+    if isinstance(terms, Sequence) and not isinstance(terms, str) and terms:
+        defaults = {key: options.pop(key) for key in _OF_A_TERM if key in options}
+        options["terms"] = [_completed(term, defaults) for term in terms]
+        in_its_mode = [t for t in options["terms"] if _has_mode(t, mode)]
+        _check_required(name, preset, in_its_mode)
+    else:
+        _check_required(name, preset, [options])
+    return options
+
+
+def _completed(term: Any, defaults: Mapping[str, Any]) -> Any:
+    """A term with what the preset sets where the term is silent; what is no mapping as it is."""
+    if not isinstance(term, Mapping):
+        return term
+    said = {key: value for key, value in term.items() if value is not None}
+    mode = said.get("loss_agg_mode", defaults["loss_agg_mode"])
+    reads_all = mode in (defaults["loss_agg_mode"], _NORM_MODE)
+    return {k: v for k, v in defaults.items() if reads_all or k == "sequence_count"} | said
+
+
+def _has_mode(term: Any, mode: str) -> bool:
+    return isinstance(term, Mapping) and term["loss_agg_mode"] == mode
+
+
+def _check_required(name: str, preset: Preset, aggregations: list[dict[str, Any]]) -> None:
+    for option, meaning in preset.required.items():
+        if any(options.get(option) is None for options in aggregations):
+            raise ValueError(f"preset {name!r} needs {option}: {meaning}.")

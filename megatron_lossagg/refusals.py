@@ -157,19 +157,21 @@ def uses_full_iteration_cuda_graph(model_config: Any) -> bool:
     return any("full_iteration" in str(getattr(s, "name", s)) for s in settings)
 
 
-def check_p2p_order(model_config: Any, groups: ParallelGroups) -> None:
+def check_p2p_order(model_config: Any, pp_size: int, num_virtual_stages: int) -> None:
     """Raise where an interleaved schedule on two pipeline ranks would mix up its messages.
 
-    With two pipeline ranks both neighbours are the same rank. A batched exchange then posts several
-    messages between one pair, which backends match in order of posting: activations and gradients
-    change places and the numbers are wrong without an error.
+    With two pipeline ranks both neighbours are the same rank. A batched exchange then posts two
+    messages each way between one pair, which backends (gloo and NCCL) match in order of posting:
+    activations and gradients change places and the numbers are wrong without an error. The setting
+    that is tested is `overlap_p2p_comm` without `batch_p2p_comm`.
     """
-    interleaved = groups.num_virtual_stages > 1
     overlapped = bool(getattr(model_config, "overlap_p2p_comm", False))
-    if groups.pp_size == 2 and interleaved and not overlapped:
+    batched = bool(getattr(model_config, "batch_p2p_comm", True))
+    if pp_size == 2 and num_virtual_stages > 1 and not (overlapped and not batched):
         raise LossAggError(
-            "Pipeline size 2 with virtual stages and overlap_p2p_comm=False: batched sends and "
-            "receives between the same two ranks are matched in order and swap activations with "
-            "gradients, silently. Set overlap_p2p_comm=True and batch_p2p_comm=False in the "
-            "model's config."
+            f"Pipeline size 2 with virtual stages, overlap_p2p_comm={overlapped} and "
+            f"batch_p2p_comm={batched}: batched sends and receives between the "
+            "same two ranks are matched in order and swap activations with gradients, silently; "
+            "one setting is tested. Set overlap_p2p_comm=True and batch_p2p_comm=False in the "
+            "model's config, or use another pipeline size."
         )

@@ -77,7 +77,7 @@ class ScheduleContract:
         check_model_config(model_config)
         regime = regime_of(returns, bool(model_config.calculate_per_token_loss))
         refuse_unproved(model_config, regime, groups, cp_gradient == "local")
-        check_p2p_order(model_config, groups)
+        check_p2p_order(model_config, groups.pp_size, groups.num_virtual_stages)
         multiplies_by_cp = True
         if regime == "R2" and groups.cp_size > 1:
             # Only a rank of the last stage can ask, and only there a loss is returned.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.masks import as_numbers, checked_mask, count_rows
+from megatron_lossagg.plain_tensors import check_plain_tensor
 
 _KEYS_BESIDE_A_MASK = ("sample_mask", "cu_seqlens", "cu_seqlens_padded")
 
@@ -181,8 +182,7 @@ def checked_boundaries(
 
 def checked_cu_seqlens(cu_seqlens: Any, name: str, loss_mask: Tensor) -> Tensor:
     """int64 [n + 1] on the mask's device; raises on a wrong shape, dtype or CPU values."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(cu_seqlens).__name__}.")
+    check_plain_tensor(cu_seqlens, name, "[num_seqs + 1]")
     if cu_seqlens.dtype.is_floating_point or cu_seqlens.dtype == torch.bool:
         raise TypeError(f"{name} must hold integers, got {cu_seqlens.dtype}.")
     if cu_seqlens.dim() == 2 and cu_seqlens.shape[0] == 1:
@@ -226,8 +226,7 @@ def _checked_sample_mask(sample_mask: Any, num_seqs: int, shape: str) -> Tensor 
     """Which sequences are real, bool [num_seqs]; None: all."""
     if sample_mask is None:
         return None
-    if not isinstance(sample_mask, Tensor):
-        raise TypeError(f"sample_mask must be a tensor, got {type(sample_mask).__name__}.")
+    check_plain_tensor(sample_mask, "sample_mask", shape)
     if sample_mask.shape != (num_seqs,):
         raise ValueError(
             f"sample_mask must have shape {shape} = [{num_seqs}], got {tuple(sample_mask.shape)}."

@@ -29,6 +29,7 @@ from megatron_lossagg.schedule import (
     regime_of,
 )
 from megatron_lossagg.step_context import StepContext
+from megatron_lossagg.typed_fields import check_flags
 from megatron_lossagg.weights import check_weight_dtype
 
 
@@ -51,6 +52,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_weight_dtype(self.weight_dtype)
         check_weights_key(self.weights_key)
+        check_flags(masks_are_cp_sliced=self.masks_are_cp_sliced, report_counts=self.reports_counts)
         check_options(
             returns=self.returns,
             cp_gradient=self.cp_gradient,

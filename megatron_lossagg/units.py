@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lossagg.plain_tensors import check_plain_tensor
 from megatron_lossagg.sequences import Sequences
 
 
@@ -61,8 +62,7 @@ class LocalUnits:
 
 
 def _checked_ids(unit_ids: Any, num_seqs: int) -> Tensor:
-    if not isinstance(unit_ids, Tensor):
-        raise TypeError(f"unit_ids must be a tensor, got {type(unit_ids).__name__}.")
+    check_plain_tensor(unit_ids, "unit_ids", "[num_seqs]")
     if unit_ids.dtype.is_floating_point or unit_ids.dtype == torch.bool:
         raise TypeError(f"unit_ids must hold integers, got {unit_ids.dtype}.")
     if unit_ids.shape != (num_seqs,):

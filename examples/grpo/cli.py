@@ -6,6 +6,7 @@ Every rank imports the command's script, so this imports nothing that takes long
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -70,6 +71,13 @@ def make_parser(description: str, default_config: str) -> argparse.ArgumentParse
         help="any option of the YAML file, such as model.num_layers=4; may be repeated",
     )
     parser.add_argument(
+        "--import",
+        dest="import_modules",
+        metavar="MODULES",
+        help="modules that register modes of your own (register_mode), separated by commas; also "
+        "in the current folder. Every rank imports them",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
@@ -81,6 +89,19 @@ def make_parser(description: str, default_config: str) -> argparse.ArgumentParse
         help="go on with the run in --out (default: the last one in runs/)",
     )
     return parser
+
+
+def import_modes(arguments: argparse.Namespace) -> None:
+    """Import the modules of --import; ranks inherit the variable that names them.
+
+    Raises:
+        ValueError: one of them cannot be imported.
+    """
+    from megatron_lossagg.modes import IMPORT_VARIABLE, import_named_modules
+
+    if arguments.import_modules is not None:
+        os.environ[IMPORT_VARIABLE] = arguments.import_modules
+    import_named_modules()
 
 
 def config_file_of(arguments: argparse.Namespace, name_suffix: str = "") -> Path:

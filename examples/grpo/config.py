@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from grpo.task import CountTask
@@ -107,9 +108,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_positive("optimizer", self, names=("lr",))
-        for name in ("beta1", "beta2", "weight_decay", "clip_grad"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} must not be negative.")
+        for name in ("lr", "beta1", "beta2", "weight_decay", "clip_grad"):
+            value, limit = getattr(self, name), 1 if name.startswith("beta") else inf
+            if not 0 <= value < limit:
+                raise ValueError(f"optimizer.{name}={value} must be at least 0 and below {limit}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,8 +10,7 @@ import yaml
 
 from grpo.config import WEIGHTS_KEY, TrainingConfig
 from grpo.terms import POLICY
-from megatron_lossagg import LossAggConfig
-from megatron_lossagg.presets import preset_options
+from megatron_lossagg.typed_fields import read_dataclass
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
@@ -35,8 +31,10 @@ def load_config(
         raise ValueError(f"{path}: expected a mapping of options, got {type(values).__name__}.")
     for dotted, value in (overrides or {}).items():
         _set(values, dotted, value, path)
+    if isinstance(values.get("loss_agg"), dict):
+        values["loss_agg"] = {"weights_key": WEIGHTS_KEY, **values["loss_agg"]}
     try:
-        return _build(config_class, values, "")
+        return read_dataclass(config_class, values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}{' with overrides' if overrides else ''}: {error}") from error
 
@@ -70,56 +68,3 @@ def _set(values: dict[str, Any], dotted: str, value: Any, path: str | Path) -> N
     if not isinstance(target, dict):
         raise ValueError(f"Cannot set {dotted}: name the entry of {sections[-1]} and its option.")
     target[key] = value
-
-
-def _build(config_class: Any, values: Any, where: str) -> Any:
-    """Build a dataclass from a mapping, checking keys and types; `where` names the section."""
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where.rstrip('.') or 'the file'}: expected a mapping, got {values!r}.")
-    if config_class is LossAggConfig and "preset" in values:
-        options = {key: value for key, value in values.items() if key != "preset"}
-        values = preset_options(values["preset"], options)
-    annotations = typing.get_type_hints(config_class)
-    fields = {f.name: f for f in dataclasses.fields(config_class)}
-    unknown = [str(key) for key in values if key not in fields]
-    if unknown:
-        raise ValueError(
-            f"unknown option(s) {', '.join(where + key for key in unknown)}; known here: "
-            f"{', '.join(fields)}."
-        )
-    required = [
-        name
-        for name, f in fields.items()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    missing = [where + name for name in required if name not in values]
-    if missing:
-        raise ValueError(f"missing option(s) {', '.join(missing)}.")
-    if config_class is LossAggConfig:
-        values = {"weights_key": WEIGHTS_KEY, **values}
-    return config_class(
-        **{key: _convert(annotations[key], value, where + key) for key, value in values.items()}
-    )
-
-
-def _convert(annotation: Any, value: Any, name: str) -> Any:
-    """`value` as the type that a field is annotated with; raises ValueError if it is none."""
-    if dataclasses.is_dataclass(annotation):
-        return _build(annotation, value, f"{name}.")
-    if isinstance(annotation, types.UnionType):
-        if value is None and type(None) in typing.get_args(annotation):
-            return None
-        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
-    if typing.get_origin(annotation) is tuple:
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"{name} must be a list, got {value!r}.")
-        return tuple(value)
-    if annotation is float and not isinstance(value, bool):
-        # YAML reads 1e-3, without a point, as text.
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            pass
-    elif isinstance(value, annotation) and not (annotation is int and isinstance(value, bool)):
-        return value
-    raise ValueError(f"{name} must be of type {annotation.__name__}, got {value!r}.")

@@ -120,6 +120,8 @@ def _chosen(config: TrainingConfig, out: Path | None, *, resume: bool) -> Path:
 
 def _folders(name: str) -> tuple[Path, Path]:
     """Of runs/NAME, runs/NAME-2, ...: the last one in use (or the first) and the first free one."""
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"name={name!r} cannot name a folder in {RUNS}. Change it, or pass --out.")
     folders = [RUNS / n for n in (name, *(f"{name}-{i}" for i in range(2, 10_000)))]
     first_free = next(i for i, folder in enumerate(folders) if not folder.exists())
     return folders[max(0, first_free - 1)], folders[first_free]

@@ -9,6 +9,7 @@ from megatron_lossagg.commands.doctor import doctor
 from megatron_lossagg.commands.explain import explain
 from megatron_lossagg.commands.modes import modes
 from megatron_lossagg.commands.verify import verify
+from megatron_lossagg.modes import IMPORT_VARIABLE, import_named_modules
 
 app = typer.Typer(
     help="Loss aggregation for RL on Megatron-Core, exact in every parallel layout.",
@@ -26,9 +27,18 @@ app.command()(explain)
 def main(
     import_modules: Annotated[
         str | None,
-        typer.Option("--import", help="Modules that register modes, separated by commas."),
+        typer.Option(
+            "--import",
+            help="Modules that register modes, separated by commas; also in the current folder. "
+            f"Default: the environment variable {IMPORT_VARIABLE}.",
+        ),
     ] = None,
 ) -> None:
     """Loss aggregation for RL on Megatron-Core, exact in every parallel layout."""
     if import_modules is not None:
-        os.environ["MEGATRON_LOSSAGG_IMPORT"] = import_modules  # ranks inherit it
+        os.environ[IMPORT_VARIABLE] = import_modules  # ranks inherit it
+    try:
+        import_named_modules()
+    except ValueError as error:
+        typer.echo(f"megatron-lossagg: {error}", err=True)
+        raise typer.Exit(2) from None

@@ -19,6 +19,7 @@ from megatron_lossagg.errors import LossAggError
 
 # Ranks that --measure starts on this machine; more would only wait for each other.
 _MAX_MEASURED_RANKS = 16
+_EXAMPLE = "TP=8 PP=4 D=16 C=2 M=32"
 
 
 def doctor(
@@ -26,7 +27,9 @@ def doctor(
         Path | None,
         typer.Option(help="YAML with layout, loss_agg, model flags and counts; see configs/."),
     ] = None,
-    layout: Annotated[str | None, typer.Option(help="Such as 'TP=8 PP=4 D=16 C=2 M=32'.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help=f"Such as '{_EXAMPLE}'; D and C are also read as DP and CP.")
+    ] = None,
     loss_agg_mode: Annotated[str | None, typer.Option(help="See `megatron-lossagg modes`.")] = None,
     returns: Annotated[
         str | None, typer.Option(help="auto, loss (two values) or loss_and_num_tokens (three).")
@@ -65,9 +68,14 @@ def doctor(
                 f"{case.layout.world_size}; at most {_MAX_MEASURED_RANKS}. Measure a smaller "
                 "layout of the same kind, or call aggregator.measure() in the job"
             )
-    except (OSError, TypeError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         typer.echo(f"doctor: {error}", err=True)
         raise typer.Exit(2) from None
+    if case.given_layout is None and not as_json:
+        typer.echo(
+            f"No layout was given: this is about '{case.layout}', one rank and one microbatch. "
+            f"Give yours: --layout '{_EXAMPLE}', or `layout:` in the file of --config.\n"
+        )
     try:
         diagnosis = _diagnose(case)
         measured = _measure(case) if measure else None
@@ -128,12 +136,7 @@ def _print(case: DoctorCase, diagnosis: Diagnosis, measured: float | None) -> No
     _print_factors(
         console, "What the plugin multiplies S, its part of the sum, by", diagnosis.plugin
     )
-    checksum = "" if diagnosis.checksum is None else f" = {diagnosis.checksum:.9g}"
-    console.print(
-        f"Checksum of {case.mode_spec.loss_agg_mode}: the weights of the global batch sum to "
-        f"{case.checksum_formula}{checksum}; every step is checked against it.\n",
-        highlight=False,
-    )
+    console.print(f"{case.checksum_text(diagnosis.checksum)}\n", highlight=False)
     table = Table("without it you would", "gradient", "which means", box=box.SIMPLE_HEAD)
     table.columns[1].justify = "right"
     for mistake in diagnosis.mistakes:
@@ -168,6 +171,7 @@ def _print_factors(console: Console, title: str, factors: tuple[Factor, ...]) ->
 def _as_json(case: DoctorCase, diagnosis: Diagnosis, measured: float | None) -> dict[str, Any]:
     return {
         "layout": str(case.layout),
+        "layout_is_assumed": case.given_layout is None,
         "loss_agg": case.loss_agg.to_dict(),
         "regime": diagnosis.contract.regime,
         "returns": diagnosis.returns,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +11,23 @@ from typing import Any
 from megatron_lossagg.config import LossAggConfig
 from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
-from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.modes import ModeSpec, get_mode
 from megatron_lossagg.testing.layout import Layout
+from megatron_lossagg.typed_fields import read_dataclass, read_value
 
-_KEYS = ("layout", "loss_agg", "model", "counts")
-_COUNTS = ("num_tokens", "num_valid_seqs", "num_seqs")
+# Of the model's config what a refusal or a factor depends on; `Any`: text, an enum or a function.
+_MODEL_FLAGS: Mapping[str, Any] = {
+    "calculate_per_token_loss": bool,
+    "overlap_p2p_comm": bool,
+    "batch_p2p_comm": bool,
+    "hybrid_context_parallel": bool,
+    "num_moe_experts": int | None,
+    "mtp_num_layers": int | None,
+    "moe_grad_scale_func": Any,
+    "mtp_grad_scale_func": Any,
+    "cuda_graph_scope": Any,
+    "cuda_graph_impl": Any,
+}
 _FORMULAS = {
     "token-mean": "1",
     "token-sum": "T",
@@ -42,14 +54,45 @@ class _Ranks:
         return self.num_ranks - 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Counts:
+    """`GlobalCounts` as a file has them."""
+
+    num_tokens: int
+    num_valid_seqs: int
+    num_seqs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """What a file may have; defaults are those of `DoctorCase`."""
+
+    layout: Layout | None = None
+    loss_agg: LossAggConfig = LossAggConfig(loss_agg_mode="token-mean")
+    model: Mapping[str, Any] = field(default_factory=dict)
+    counts: _Counts | None = None
+
+
 @dataclass(frozen=True)
 class DoctorCase:
-    """A layout, the plugin's options, flags of the model's config, and counts if they are known."""
+    """A layout, the plugin's options, flags of the model's config, and counts if they are known.
 
-    layout: Layout = Layout()
+    `given_layout` is None where nobody has named one: then one rank and one microbatch are looked
+    at.
+    """
+
+    given_layout: Layout | None = None
     loss_agg: LossAggConfig = LossAggConfig(loss_agg_mode="token-mean")
     model: Mapping[str, Any] = field(default_factory=dict)
     counts: GlobalCounts | None = None
+
+    def __post_init__(self) -> None:
+        _check_model_keys(self.model)
+        flags = {
+            name: read_value(_MODEL_FLAGS.get(name, Any), value, f"model.{name}")
+            for name, value in self.model.items()
+        }
+        object.__setattr__(self, "model", flags)
 
     @classmethod
     def load(cls, path: Path | None) -> DoctorCase:
@@ -64,24 +107,11 @@ class DoctorCase:
 
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
-            _check_keys("the file", values, _KEYS)
-            fields: dict[str, Any] = {}
-            if "layout" in values:
-                fields["layout"] = _layout(values["layout"])
-            if "loss_agg" in values:
-                fields["loss_agg"] = LossAggConfig.from_dict(values["loss_agg"])
-            if "model" in values:
-                _check_keys("model", values["model"], None)
-                fields["model"] = values["model"]
-            if "counts" in values:
-                _check_keys("counts", values["counts"], _COUNTS)
-                missing = [name for name in _COUNTS if name not in values["counts"]]
-                if missing:
-                    raise ValueError(f"counts lacks {', '.join(missing)}")
-                fields["counts"] = GlobalCounts(**values["counts"])
+            file = read_dataclass(_File, values)
+            counts = None if file.counts is None else GlobalCounts(**vars(file.counts))
+            return cls(file.layout, file.loss_agg, file.model, counts)
         except (TypeError, ValueError, yaml.YAMLError) as error:
             raise ValueError(f"{path}: {error}") from error
-        return cls(**fields)
 
     def with_overrides(
         self, *, layout: str | None, calculate_per_token_loss: bool | None, **loss_agg: Any
@@ -89,7 +119,7 @@ class DoctorCase:
         """The case with those flags that are not None."""
         case = self
         if layout is not None:
-            case = replace(case, layout=Layout.parse(layout))
+            case = replace(case, given_layout=Layout.parse(layout))
         if calculate_per_token_loss is not None:
             flags = {"calculate_per_token_loss": calculate_per_token_loss}
             case = replace(case, model={**case.model, **flags})
@@ -98,6 +128,11 @@ class DoctorCase:
             options = {**case.loss_agg.to_dict(), **given}
             case = replace(case, loss_agg=LossAggConfig.from_dict(options))
         return case
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that is looked at."""
+        return Layout() if self.given_layout is None else self.given_layout
 
     @property
     def calculate_per_token_loss(self) -> bool:
@@ -109,13 +144,23 @@ class DoctorCase:
         """The mode with its options."""
         return self.loss_agg.main_spec
 
-    @property
-    def checksum_formula(self) -> str:
-        """What the weights of the global batch sum to, in symbols."""
+    def checksum_text(self, checksum: float | None) -> str:
+        """What is known of the sum of all weights, and what every step compares it with."""
         spec = self.mode_spec
-        if spec.loss_agg_mode == "seq-mean-token-sum-norm":
-            return "T/L" if spec.norm_semantics == "sum" else "T/(B L)"
-        return _FORMULAS.get(spec.loss_agg_mode, "its checksum")
+        mode = get_mode(spec.loss_agg_mode)
+        if mode.checksum is None:
+            return (
+                f"Checksum of {mode.name}: the counts do not tell what its weights sum to; every "
+                "step is compared with the sum of the weights that its plan made."
+            )
+        formula = _FORMULAS.get(mode.name, "what its own checksum function makes of the counts")
+        if mode.name == "seq-mean-token-sum-norm":
+            formula = "T/L" if spec.norm_semantics == "sum" else "T/(B L)"
+        value = "" if checksum is None else f" = {checksum:.9g}"
+        return (
+            f"Checksum of {mode.name}: the weights of the global batch sum to {formula}{value}; "
+            "every step is checked against it."
+        )
 
     def model_flags(self) -> SimpleNamespace:
         """What stands for the model's `TransformerConfig`."""
@@ -134,19 +179,15 @@ class DoctorCase:
         )
 
 
-def _layout(value: Any) -> Layout:
-    if isinstance(value, str):
-        return Layout.parse(value)
-    if isinstance(value, Mapping):
-        return Layout(**value)
-    raise ValueError(f"layout must be text such as 'PP=2 D=4 M=8' or a mapping, got {value!r}")
+def _check_model_keys(flags: Mapping[str, Any]) -> None:
+    """Raise ValueError on a flag that neither the plugin nor the installed Megatron-Core knows."""
+    if not all(name in _MODEL_FLAGS for name in flags):
+        from megatron.core.transformer import TransformerConfig
 
-
-def _check_keys(where: str, values: Any, known: tuple[str, ...] | None) -> None:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where} must be a mapping, got {type(values).__name__}")
-    unknown = [str(key) for key in values if known is not None and key not in known]
-    if unknown:
-        raise ValueError(
-            f"{where} has unknown key(s) {', '.join(unknown)}; known ones: {', '.join(known or ())}"
-        )
+        of_megatron = {f.name for f in fields(TransformerConfig)}
+        unknown = [str(n) for n in flags if n not in _MODEL_FLAGS and n not in of_megatron]
+        if unknown:
+            raise ValueError(
+                f"model: the installed Megatron-Core's TransformerConfig has no "
+                f"{', '.join(unknown)}; doctor looks at {', '.join(_MODEL_FLAGS)}."
+            )

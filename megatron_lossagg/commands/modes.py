@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from megatron_lossagg.modes import get_mode, registered_by, registered_names
 from megatron_lossagg.presets import PRESETS, REFUSED
 
 _ROWS = (
@@ -22,12 +23,17 @@ _ROWS = (
 
 
 def modes() -> None:
-    """List the aggregation modes with the weight each gives a token, and the presets."""
+    """List the aggregation modes, also registered ones, with a token's weight, and the presets."""
     table = Table(title="J = sum over the global batch of w * l")
     for heading in ("loss_agg_mode", "option", "w of a valid token", "sum of all w"):
         table.add_column(heading, overflow="fold")
     for row in _ROWS:
         table.add_row(*row)
+    for name in registered_names():
+        mode = get_mode(name)
+        needs = "needs unit_ids, " if mode.needs_units else ""
+        total = "compared with the plan" if mode.checksum is None else "by its own checksum"
+        table.add_row(name, f"{needs}registered by {registered_by(name)}", "its own", total)
     console = Console()
     console.print(table)
     console.print(

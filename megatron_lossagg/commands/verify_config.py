@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_lossagg.commands.releases_table import chosen_releases
 from megatron_lossagg.length_power import exponent_of
-from megatron_lossagg.modes import registered_names
+from megatron_lossagg.modes import OWN_MODES_HINT, registered_names
 from megatron_lossagg.testing.aggregator_plan import PLANNINGS, AggregatorPlan
 from megatron_lossagg.testing.cp_conventions import CP_GRADIENTS
 from megatron_lossagg.testing.layout import Layout
@@ -23,6 +23,7 @@ from megatron_lossagg.testing.verification import (
     Case,
     default_cases,
 )
+from megatron_lossagg.typed_fields import check_keys, read_dataclass
 
 _KNOWN = {
     "modes": tuple(DEFAULT_MODES),
@@ -68,13 +69,21 @@ class VerifyConfig:
         """
         values = {} if path is None else _read(path, [field.name for field in fields(cls)])
         values |= {name: value for name, value in overrides.items() if value is not None}
-        parsed = {name: _parsed(name, value) for name, value in values.items()}
-        if parsed.get("releases"):
-            parsed.setdefault("layouts", tuple(layout for layout, _ in MATRIX_LAYOUTS))
-        return cls(**parsed)
+        values = {name: _listed(name, value) for name, value in values.items()}
+        if values.get("releases"):
+            values.setdefault("layouts", [layout for layout, _ in MATRIX_LAYOUTS])
+        config = read_dataclass(cls, values)
+        if config.releases:
+            chosen = chosen_releases(",".join(config.releases))
+            config = replace(config, releases=tuple(chosen))
+        return config
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a convention would have no layout to show in."""
+        """Raise ValueError on unknown names, and if a convention has no layout to show in."""
+        for name in ("layouts", *_KNOWN, "releases"):
+            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
+        for name, known in _KNOWN.items():
+            _check_names(name, getattr(self, name), known)
         if self.cp_gradient != ("local",) and all(layout.cp == 1 for layout in self.layouts):
             raise ValueError(
                 f"cp_gradient {', '.join(self.cp_gradient)} needs a layout with context "
@@ -105,39 +114,32 @@ def _read(path: str | Path, known: list[str]) -> dict[str, Any]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a mapping of options, got {values!r}")
-    unknown = [str(key) for key in values if key not in known]
-    if unknown:
-        raise ValueError(
-            f"{path}: unknown option(s) {', '.join(unknown)}; known ones: {', '.join(known)}"
-        )
-    return values
+    check_keys(values, known, str(path))
+    return dict(values)
 
 
-def _parsed(name: str, value: Any) -> Any:
-    """The value of a field from what a file or the command line has."""
+def _listed(name: str, value: Any) -> Any:
+    """A list for text with separators; other values as they are."""
     if name == "packed":
-        if not isinstance(value, bool):
-            raise ValueError(f"packed must be true or false, got {value!r}")
         return value
-    separator = ";" if name == "layouts" else ","
-    parts = value.split(separator) if isinstance(value, str) else value
-    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"{name} must be text or a list of texts, got {value!r}")
-    texts = list(dict.fromkeys(part.strip() for part in parts if part.strip()))
-    if not texts:
+    listed = value
+    if isinstance(value, str):
+        parts = value.split(";" if name == "layouts" else ",")
+        listed = [part.strip() for part in parts if part.strip()]
+    if listed == []:
         raise ValueError(f"{name} {value!r} names none")
-    if name == "releases":
-        return tuple(chosen_releases(",".join(texts)))
-    if name == "layouts":
-        return tuple(Layout.parse(text) for text in texts)
-    known = (*_KNOWN[name], *(registered_names() if name == "modes" else ()))
-    wrong = ", ".join(
+    return listed
+
+
+def _check_names(name: str, texts: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """Raise ValueError on a text that is not known; a mode may also be a registered one."""
+    hint = ""
+    if name == "modes":
+        known, hint = (*known, *registered_names()), f", length-power-A; {OWN_MODES_HINT}"
+    wrong = [
         repr(text)
         for text in texts
         if text not in known and (name != "modes" or exponent_of(text) is None)
-    )
+    ]
     if wrong:
-        raise ValueError(f"{name}: {wrong} is none of {', '.join(known)}")
-    return tuple(texts)
+        raise ValueError(f"{name}: {', '.join(wrong)} is none of {', '.join(known)}{hint}")

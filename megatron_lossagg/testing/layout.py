@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_lossagg.typed_fields import check_flags
+
 _KEYS = {
     "TP": "tp",
     "PP": "pp",
@@ -15,6 +17,7 @@ _KEYS = {
     "SP": "sequence_parallel",
     "M": "num_microbatches",
 }
+_ALIASES = {"DP": "D", "CP": "C"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Layout:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"Layout: {name} must be an int of at least 1, got {size!r}")
+        check_flags(sequence_parallel=self.sequence_parallel)
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"Layout: vpp={self.vpp} needs pp > 1, got pp=1; use vpp=1 or pp=2")
         if self.vpp > 1 and self.num_microbatches < self.pp:
@@ -97,17 +101,20 @@ class Layout:
 
         Args:
             text: ``key=number`` pairs, separated by spaces or commas; keys TP, PP, VPP, C, EP, D,
-                M, and SP (0 or 1, sequence parallel), upper or lower case. What is not named is 1.
+                M, and SP (0 or 1, sequence parallel), upper or lower case; DP and CP are D and C.
+                What is not named is 1.
         """
-        expected = f"expected pairs like 'PP=2 VPP=2 C=2 D=1 M=4' with keys {', '.join(_KEYS)}"
+        keys = f"{', '.join(_KEYS)} (or DP for D, CP for C)"
+        expected = f"expected pairs like 'PP=2 VPP=2 C=2 D=1 M=4' with keys {keys}"
         sizes: dict[str, int] = {}
         for pair in text.replace(",", " ").split():
             key, equals, number = pair.partition("=")
-            name = _KEYS.get(key.upper())
+            key = _ALIASES.get(key.upper(), key.upper())
+            name = _KEYS.get(key)
             if name is None or not equals or not number.isdecimal():
                 raise ValueError(f"Layout.parse: cannot read {pair!r} in {text!r}; {expected}")
             if name in sizes:
-                raise ValueError(f"Layout.parse: {key.upper()} is given twice in {text!r}")
+                raise ValueError(f"Layout.parse: {key} is given twice in {text!r}")
             sizes[name] = int(number)
         if not sizes:
             raise ValueError(f"Layout.parse: got {text!r}; {expected}")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.refusals import check_p2p_order
 from megatron_lossagg.testing.layout import Layout
 
 
@@ -134,10 +135,7 @@ def transformer_config(
 def check_p2p_is_safe(config: Any, pp_size: int, vpp_size: int, backend: str) -> None:
     """Refuse the pipeline transfers that give wrong numbers without an error.
 
-    Batched transfers between two ranks: with PP=2 and virtual stages, each rank's next rank is also
-    its previous one. One batch then holds two messages each way between the same two ranks, and a
-    backend that matches messages by their order (gloo and NCCL do) hands each rank the activation
-    as the gradient and the gradient as the activation.
+    Batched transfers between two ranks: see `check_p2p_order`.
 
     Freed outputs: `deallocate_pipeline_outputs` swaps the storage of a tensor whose send has only
     been started if `overlap_p2p_comm` is on. On a CUDA stream the send comes first; gloo sends from
@@ -152,12 +150,7 @@ def check_p2p_is_safe(config: Any, pp_size: int, vpp_size: int, backend: str) ->
     Raises:
         LossAggError: for these two combinations.
     """
-    if config.batch_p2p_comm and pp_size == 2 and vpp_size > 1:
-        raise LossAggError(
-            f"batch_p2p_comm=True with PP=2 and VPP={vpp_size} over {backend} mixes up activations "
-            "and gradients between the two ranks without an error: set overlap_p2p_comm=True and "
-            "batch_p2p_comm=False in the TransformerConfig, or use PP > 2"
-        )
+    check_p2p_order(config, pp_size, vpp_size)
     if (
         config.overlap_p2p_comm
         and config.deallocate_pipeline_outputs

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.loss import where_nonzero
+from megatron_lossagg.plain_tensors import check_plain_tensor
 
 
 def select_valid(
@@ -28,8 +29,7 @@ def select_valid(
     Raises:
         TypeError: not tensors. ValueError: shapes that differ.
     """
-    if not isinstance(loss_mask, Tensor):
-        raise TypeError(f"loss_mask must be a tensor, got {type(loss_mask).__name__}.")
+    check_plain_tensor(loss_mask, "loss_mask", "[b, s]")
     constants = constants or {}
     mask = loss_mask.detach()
     masks: dict[torch.dtype, Tensor] = {}
@@ -53,8 +53,7 @@ def _mask_in(dtype: torch.dtype, mask: Tensor) -> Tensor:
 
 def check_shape(name: str, value: Any, loss_mask: Tensor) -> None:
     """Raise unless `value` is a tensor of the mask's shape."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
+    check_plain_tensor(value, name, "[b, s]")
     if value.shape != loss_mask.shape:
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}, but loss_mask {tuple(loss_mask.shape)}; token "

@@ -80,10 +80,11 @@ def test_the_command_explains_wrong_arguments(arguments, message):
     ("text", "message"),
     [
         ("layout: [D=1]", "unknown option(s) layout; known ones: layouts, modes, regimes, plan"),
-        ("- D=1", "expected a mapping of options, got ['D=1']"),
+        ("- D=1", "expected a mapping of options, got list"),
         ("layouts: [", "cannot read"),
-        ("layouts: [4]", "layouts must be text or a list of texts, got [4]"),
-        ("modes: {a: b}", "modes must be text or a list of texts, got {'a': 'b'}"),
+        ("layouts: [4]", "layouts[0]: Layout.parse: cannot read '4' in '4'; expected pairs like"),
+        ("modes: {a: b}", "modes must be a list, got {'a': 'b'} of type dict"),
+        ("modes: [3]", "modes[0] must be text, got 3 of type int"),
         ("packed: both", "packed must be true or false, got 'both'"),
         ("regimes: []", "regimes [] names none"),
     ],
@@ -95,6 +96,16 @@ def test_the_command_explains_a_wrong_file(tmp_path, text, message):
     result = CliRunner().invoke(app, ["verify", "--config", str(path)])
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_values_are_read_as_in_every_other_file(tmp_path):
+    """Flags written as text, layouts as mappings, and the names of D and C that others use."""
+    layouts = ["DP=2 CP=2 M=2", {"dp": "2", "cp": 2, "num_microbatches": "1e1"}]
+    config = VerifyConfig.load(written(tmp_path, layouts=layouts, packed="off"), {})
+    assert config.packed is False
+    assert config.layouts == (Layout.parse("D=2 C=2 M=2"), Layout.parse("D=2 C=2 M=10"))
+    overridden = VerifyConfig.load(None, {"layouts": "dp=4 cp=2"})
+    assert overridden.layouts == (Layout.parse("D=4 C=2"),)
 
 
 def test_flags_override_a_file(tmp_path):

@@ -103,35 +103,49 @@ def test_config_is_frozen_and_keyword_only():
             r"option\(s\) 2, loss_agg_mod; known",
         ),
         ("norm_semantics: sum\n", "needs 'loss_agg_mode'"),
-        ("", "Expected a mapping .* got NoneType"),
-        ("- token-mean\n", "Expected a mapping .* got list"),
-        ("loss_agg:\n", "Expected a mapping .* got NoneType"),
+        ("", "expected a mapping of options, got NoneType"),
+        ("- token-mean\n", "expected a mapping of options, got list"),
+        ("loss_agg:\n", "expected a mapping of options, got NoneType"),
         ("loss_agg_mode: [token-mean\n", "expected ',' or ']'"),
         ("loss_agg_mode: tokenmean\n", "'tokenmean'; expected one of token-mean"),
-        ("loss_agg_mode: [token-mean]\n", r"Unknown loss_agg_mode \['token-mean'\]"),
+        ("loss_agg_mode: [token-mean]\n", r"loss_agg_mode must be text, got \['token-mean'\]"),
         ("loss_agg_mode: seq-mean-token-sum-norm\n", "needs loss_scale_factor"),
         (
-            "loss_agg_mode: seq-mean-token-sum-norm\nloss_scale_factor: '4'\n",
-            "must be a number, got '4' of type str",
+            "loss_agg_mode: seq-mean-token-sum-norm\nloss_scale_factor: 4k\n",
+            "loss_scale_factor must be a number, got '4k' of type str",
         ),
-        (  # YAML 1.1 reads 1e3 as a string
-            "loss_agg_mode: seq-mean-token-sum-norm\nloss_scale_factor: 1e3\n",
-            "must be a number, got '1e3' of type str",
+        (
+            "loss_agg_mode: token-mean\nloss_scale_factor: 0\n",
+            "loss_scale_factor=0.0 cannot divide",
         ),
-        ("loss_agg_mode: token-mean\nloss_scale_factor: 0\n", "loss_scale_factor=0 cannot divide"),
         ("loss_agg_mode: token-mean\nloss_scale_factor: true\n", "got True of type bool"),
-        ("loss_agg_mode: token-mean\nloss_scale_factor: .nan\n", "nan cannot divide"),
-        ("loss_agg_mode: token-mean\nnorm_semantics: true\n", "norm_semantics=True does not exist"),
+        (
+            "loss_agg_mode: token-mean\nloss_scale_factor: .nan\n",
+            "must be a number, got nan of type float",
+        ),
+        (
+            "loss_agg_mode: token-mean\nnorm_semantics: true\n",
+            "norm_semantics must be text, got True of type bool",
+        ),
         ("loss_agg_mode: token-mean\nsequence_count: rows\n", "sequence_count='rows' does not"),
         ("loss_agg_mode: token-mean\ncp_gradient: ring\n", "cp_gradient='ring' does not .* local"),
-        ("loss_agg_mode: token-mean\nreturns: 3\n", "returns=3 does not exist; .* auto, loss"),
+        ("loss_agg_mode: token-mean\nreturns: 3\n", "returns must be text, got 3 of type int"),
+        ("loss_agg_mode: token-mean\nreturns: two\n", "returns='two' does not .* auto, loss"),
         ("loss_agg_mode: token-mean\nweight_dtype: float16\n", "'float16' does not .* float32"),
-        ("loss_agg_mode: token-mean\nweight_dtype: [float32]\n", r"\['float32'\] does not exist"),
-        ("loss_agg_mode: token-mean\nweights_key:\n", "weights_key=None cannot name the field"),
+        (
+            "loss_agg_mode: token-mean\nweight_dtype: [float32]\n",
+            r"must be text, got \['float32'\]",
+        ),
+        (
+            "loss_agg_mode: token-mean\nweights_key:\n",
+            "weights_key must be text, got None of type NoneType",
+        ),
         (
             "loss_agg_mode: token-mean\nweights_key: sample_mask\n",
             "weights_key='sample_mask' cannot",
         ),
+        ("loss_agg_mode: token-mean\ncompile: maybe\n", "compile must be true or false, got 'may"),
+        ("loss_agg_mode: token-mean\nreport_counts: 1\n", "report_counts must be true or false"),
     ],
 )
 def test_mistakes_in_a_file_name_the_file(tmp_path, text, message):
@@ -146,3 +160,40 @@ def test_missing_file_is_named(tmp_path):
     """The usual FileNotFoundError, with the path."""
     with pytest.raises(FileNotFoundError, match="nothing.yaml"):
         LossAggConfig.from_yaml(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize("text", ["2e3", "2000", "'2e3'", "2000.0", "2.0e+3"])
+def test_a_number_means_the_same_at_every_level(tmp_path, text):
+    """PyYAML reads 2e3 as text: at the top, in a term, beside a preset and as an override."""
+    mode = "loss_agg_mode: seq-mean-token-sum-norm"
+    for written in (
+        f"{mode}\nloss_scale_factor: {text}\n",
+        f"terms: [{{name: a, {mode}, loss_scale_factor: {text}}}]\n",
+        f"preset: dr_grpo\nloss_scale_factor: {text}\n",
+    ):
+        config = LossAggConfig.from_yaml(yaml_file(tmp_path, written))
+        assert config.main_spec.loss_scale_factor == 2000.0
+    preset = LossAggConfig.preset("dr_grpo", loss_scale_factor=text.strip("'"))
+    assert preset.main_spec.loss_scale_factor == 2000.0
+
+
+FLAGS = ("masks_are_cp_sliced", "report_counts", "compile")
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_written_as_text(flag):
+    """A mapping's text is read; a constructor, for which every text is true, refuses it."""
+    for text, expected in (("false", False), ("Off", False), ("no", False), ("yes", True)):
+        config = LossAggConfig.from_dict({"loss_agg_mode": "token-mean", flag: text})
+        assert getattr(config, flag) is expected
+        assert getattr(LossAggConfig.preset("dapo", **{flag: text}), flag) is expected
+        message = f"{flag} must be True or False, got '{text}' of type str"
+        with pytest.raises(TypeError, match=message):
+            LossAggConfig(loss_agg_mode="token-mean", **{flag: text})
+        with pytest.raises(TypeError, match=message):
+            LossAggregator(
+                lambda output, microbatch: output,
+                loss_agg_mode="token-mean",
+                model_config=model_config(),
+                **{flag: text},
+            )

@@ -20,7 +20,9 @@ from megatron_lossagg import (
     token_weights,
 )
 from megatron_lossagg.commands import app
+from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.presets import PRESETS, preset_names
+from megatron_lossagg.term_config import TermConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "presets"
 L = 5
@@ -286,8 +288,8 @@ def test_preset_as_a_key(tmp_path):
         ("verl-2026-08", {"loss_agg_mode": "unit-mean-token-mean"}, "expected one of token-mean"),
         ("verl-2026-08", {"loss_agg_mode": NORM}, "needs loss_scale_factor"),
         ("verl-2026-08", {"norm_semantics": "sum"}, "is norm_semantics='seq-mean', got 'sum'"),
-        ("dapo", {"terms": [{"name": "kl", "loss_agg_mode": "token-mean"}]}, "give each term its"),
-        ("dapo", {"weight_key": "x"}, r"Unknown LossAggConfig option\(s\) weight_key; known ones"),
+        ("dr_grpo", {"terms": [{"name": "policy"}]}, "'dr_grpo' needs loss_scale_factor: .* max"),
+        ("dapo", {"weight_key": "x"}, r"unknown option\(s\) weight_key; known ones: preset, loss_"),
     ],
 )
 def test_mistakes(name, overrides, message):
@@ -323,3 +325,68 @@ def test_slime_rollout_in_a_step():
     step.validate()
     assert step.report(reports)["loss"] == pytest.approx(slime(), rel=1e-12)
     assert config.main_spec.checksum(step.counts).item() == 3 / 4
+
+
+def test_preset_beside_terms():
+    """What a term does not say is the preset's; one with another mode has what that mode reads."""
+    config = LossAggConfig.from_dict(
+        {
+            "preset": "dr_grpo",
+            "loss_scale_factor": "4e0",
+            "weight_dtype": "float64",
+            "terms": [
+                {"name": "policy", "loss_scale_factor": None},
+                {"name": "kl", "loss_agg_mode": "token-mean", "coefficient": 0.1},
+                {"name": "value", "loss_agg_mode": "seq-mean-token-mean"},
+                {"name": "aux", "loss_agg_mode": NORM, "norm_semantics": "sum"},
+                {"name": "entropy", "loss_scale_factor": 8, "sequence_count": "valid"},
+            ],
+        }
+    )
+    assert [term.with_loss_fn(print).weighting.spec for term in config.terms] == [
+        ModeSpec(NORM, 4, "seq-mean", "nominal"),
+        ModeSpec("token-mean", sequence_count="nominal"),
+        ModeSpec("seq-mean-token-mean", sequence_count="nominal"),
+        ModeSpec(NORM, 4, "sum", "nominal"),
+        ModeSpec(NORM, 8, "seq-mean", "valid"),
+    ]
+    assert LossAggConfig.from_dict(config.to_dict()) == config
+    aggregator = LossAggregator.from_config(
+        dict.fromkeys((term.name for term in config.terms), lambda output, microbatch: output),
+        config,
+        model_config(),
+        groups=ParallelGroups.single_process(),
+    )
+    mask = [[1, 1, 1, 0], [0, 0, 0, 0]]  # T = 3, B = 2 rows, one of them valid
+    [microbatch] = aggregator.begin_step([make_microbatch([[1.0] * 4] * 2, mask)]).microbatches
+    of_a_token = [microbatch[key][0, 0].item() for key in aggregator.weights_keys]
+    expected = [1 / (2 * 4), 1 / 3, 1 / (2 * 3), 1 / 4, 1 / (1 * 8)]
+    assert of_a_token == pytest.approx(expected, rel=1e-15)
+
+
+def test_a_preset_whose_mode_is_chosen_beside_terms():
+    """The mode at the top is that of terms without one; L waits for those that read it."""
+    config = LossAggConfig.preset(
+        "verl-2026-08",
+        loss_agg_mode="seq-mean-token-mean",
+        loss_scale_factor=16,
+        terms=[
+            {"name": "policy"},
+            {"name": "norm", "loss_agg_mode": NORM},
+            TermConfig(name="built", loss_agg_mode="token-sum"),  # complete: nothing is added
+        ],
+    )
+    assert [term.with_loss_fn(print).weighting.spec for term in config.terms] == [
+        ModeSpec("seq-mean-token-mean", 16, "seq-mean", "nominal"),
+        ModeSpec(NORM, 16, "seq-mean", "nominal"),
+        ModeSpec("token-sum"),
+    ]
+    own_length = [{"name": "policy", "loss_scale_factor": 4}]  # nobody else needs L
+    assert LossAggConfig.preset("dr_grpo", terms=own_length).main_spec.loss_scale_factor == 4
+    others = [{"name": "kl", "loss_agg_mode": "token-mean"}]
+    assert LossAggConfig.preset("dr_grpo", terms=others).main_spec.loss_scale_factor is None
+    for wrong in ("policy", {"name": "policy"}, ["policy"]):
+        with pytest.raises(
+            ValueError, match=r"terms must be a list|terms\[0\]: expected a mapping"
+        ):
+            LossAggConfig.preset("dapo", terms=wrong)

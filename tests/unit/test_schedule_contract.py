@@ -126,12 +126,19 @@ def test_multi_token_prediction_with_the_flag_off(returns, is_finite):
 
 
 def test_interleaved_p2p_that_swaps_messages_is_refused():
-    """PP=2, VPP>1 and overlap_p2p_comm=False only: the message names the two settings."""
-    batched, overlapped = model_config(), model_config(overlap_p2p_comm=True)
-    with pytest.raises(
-        LossAggError, match="overlap_p2p_comm=True and batch_p2p_comm=False in the model's config"
+    """PP=2 and VPP>1 only, with all but one setting: the message names it."""
+    batched = model_config()
+    overlapped = model_config(overlap_p2p_comm=True, batch_p2p_comm=False)
+    for wrong in (
+        batched,
+        model_config(overlap_p2p_comm=True),
+        model_config(overlap_p2p_comm=True, batch_p2p_comm=True),
+        model_config(overlap_p2p_comm=False, batch_p2p_comm=False),
     ):
-        ScheduleContract.detect(batched, groups_of(pp=2, num_virtual_stages=2))
+        with pytest.raises(
+            LossAggError, match="overlap_p2p_comm=True and batch_p2p_comm=False in the model's c"
+        ):
+            ScheduleContract.detect(wrong, groups_of(pp=2, num_virtual_stages=2))
     for config, groups in (
         (overlapped, groups_of(pp=2, num_virtual_stages=2)),
         (batched, groups_of(pp=2)),

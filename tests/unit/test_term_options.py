@@ -276,10 +276,18 @@ def test_terms_from_yaml(tmp_path):
     [
         ({}, "needs 'loss_agg_mode', .* or 'terms'"),
         ({"loss_agg_mode": "token-mean", "terms": TERMS}, "loss_agg_mode or terms, not both"),
-        ({"terms": [{"name": "a"}]}, "missing: loss_agg_mode"),
-        ({"terms": [{**TERMS[0], "weight": 3}]}, "unknown: weight"),
-        ({"terms": ["policy"]}, "A term must be a mapping, got str"),
-        ({"terms": [{**TERMS[1], "coefficient": {"start": 1}}]}, "got keys start"),
+        ({"terms": [{"name": "a"}]}, r"terms.a: missing option\(s\) loss_agg_mode"),
+        (
+            {"terms": [{**TERMS[0], "weight": 3}]},
+            r"terms.policy: unknown option\(s\) weight; known ones: name, ",
+        ),
+        ({"terms": ["policy"]}, r"terms\[0\]: expected a mapping of options, got str"),
+        ({"terms": [{**TERMS[1], "coefficient": {"start": 1}}]}, "kl.coefficient: missing .* end"),
+        ({"terms": [{**TERMS[1], "coefficient": "high"}]}, "coefficient must be a number, got 'hi"),
+        (
+            {"terms": [{**TERMS[1], "coefficient": {"start": 1, "end": 0, "iterations": 1.5}}]},
+            "terms.kl.coefficient.iterations must be a whole number, got 1.5",
+        ),
         (
             {"terms": [{**TERMS[1], "coefficient": {"start": 1, "end": 0, "iterations": 0}}]},
             "iterations must be an int of at least 1",
@@ -304,7 +312,11 @@ def test_linear_coefficient():
     """From start to end, constant before and after."""
     coefficient = LinearCoefficient(1.0, 0.0, 4)
     assert [coefficient(i) for i in (-1, 0, 1, 4, 9)] == [1.0, 1.0, 0.75, 0.0, 0.0]
-    assert TermConfig.of(TERMS[0]).coefficient == 1.0
+    assert TermConfig(**TERMS[0]).coefficient == 1.0
+    assert TermConfig(**TERMS[1]).coefficient == LinearCoefficient(0.0, 0.1, 10)
+    for wrong in ((1.0, math.inf, 4), (True, 0.0, 4), (1.0, 0.0, 4.0), (1.0, 0.0, True)):
+        with pytest.raises(ValueError, match="must be a finite number|must be an int of at least"):
+            LinearCoefficient(*wrong)
 
 
 def test_numbers_that_yaml_reads_as_text(tmp_path):
@@ -314,7 +326,7 @@ def test_numbers_that_yaml_reads_as_text(tmp_path):
         "terms:\n"
         "- {name: a, loss_agg_mode: token-mean, coefficient: 1e-1}\n"
         "- {name: b, loss_agg_mode: token-mean, coefficient: "
-        "{start: 1e-1, end: 0, iterations: 2}}\n"
+        "{start: 1e-1, end: 0, iterations: 1e2}}\n"
     )
     a, b = LossAggConfig.from_yaml(path).loss_terms({"a": losses, "b": losses})
     assert a.coefficient == b.coefficient_at(0) == 0.1
