@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_lossagg.deferred import DeferredDivision
 from megatron_lossagg.refusals import uses_full_iteration_cuda_graph
-from megatron_lossagg.schedule_run import ScheduleRun, has_been_left
+from megatron_lossagg.schedule_run import ScheduleRun, are_one_run
 
 
 class Participant(Protocol):
@@ -66,7 +66,7 @@ class FinalizeHook:
             return
         run = ScheduleRun.current()
         self.leave(participant)
-        self._entries = [entry for entry in self._entries if not has_been_left(entry.run, run)]
+        self._entries = [entry for entry in self._entries if are_one_run(entry.run, run)]
         self._entries.append(_Entry(weakref.ref(participant), run))
 
     def leave(self, participant: Participant) -> None:

@@ -42,3 +42,10 @@ class ScheduleRun:
 def has_been_left(begun_in: ScheduleRun | None, now: ScheduleRun | None) -> bool:
     """Whether what began in one run is met in another: an exception has ended the first."""
     return begun_in is not None and now is not None and not begun_in.is_same_as(now)
+
+
+def are_one_run(one: ScheduleRun | None, other: ScheduleRun | None) -> bool:
+    """Whether both are one run, or neither is of Megatron's own schedules."""
+    if one is None or other is None:
+        return one is other
+    return one.is_same_as(other)
