@@ -110,8 +110,7 @@ def train(
 def train_on_batch(batch: Batch, trainer: Trainer, config: TrainingConfig, step: int) -> Metrics:
     """The updates on one batch, and the metrics of the step: means over the global batch.
 
-    Communicates over dp, for the metrics, and as `Trainer.update`. A batch without a token to train
-    on leaves model and optimizer as they are.
+    Communicates over dp, for the metrics, and as `Trainer.update`.
     """
     lengths = batch.response_lengths.double()
     is_worse = batch.advantages < 0
@@ -127,11 +126,8 @@ def train_on_batch(batch: Batch, trainer: Trainer, config: TrainingConfig, step:
     dist.all_reduce(totals, group=trainer.groups.dp)
     reward, num_tokens, num_sequences, *better_and_worse = totals.tolist()
     tokens_better, num_better, tokens_worse, num_worse = better_and_worse
-    num_updates = config.algorithm.updates_per_step if num_tokens else 0
-    updates = [trainer.update(batch, step) for _ in range(num_updates)]
-    means = {
-        name: sum(u[name] for u in updates) / max(1, num_updates) for name in trainer.metric_names
-    }
+    updates = [trainer.update(batch, step) for _ in range(config.algorithm.updates_per_step)]
+    means = {name: sum(u[name] for u in updates) / len(updates) for name in trainer.metric_names}
     return {
         "reward": reward / num_sequences,
         "response_length": num_tokens / num_sequences,

@@ -87,13 +87,15 @@ class Trainer:
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """One optimizer step, as `train_step` of Megatron-LM does it. All ranks call it.
 
+        A batch without a token to train on leaves model and optimizer as they are.
+
         Args:
             batch: this replica's part of the global batch.
             step: of the run, for coefficients that change.
 
         Returns:
             `metric_names`, the same on every rank: the objective J of the global batch, the value
-            of each of its terms, `POLICY_METRICS`, and the norm of the gradient.
+            of its terms, `POLICY_METRICS` (NaN over no token), and the norm of the gradient.
         """
         self._step = step
         for chunk in self.chunks:
@@ -110,8 +112,11 @@ class Trainer:
             micro_batch_size=self._micro_batch_size,
             forward_only=False,
         )
-        _, grad_norm, _ = self.optimizer.step()
-        return {**self._aggregator.report(reports), "grad_norm": float(grad_norm or 0.0)}
+        metrics = self._aggregator.report(reports)
+        grad_norm = 0.0
+        if not self._aggregator.is_empty:
+            _, grad_norm, _ = self.optimizer.step()
+        return {**metrics, "grad_norm": float(grad_norm or 0.0)}
 
     def _get_batch(self, data_iterator: Any, vp_stage: int | None = None) -> dict[str, Any]:
         """The microbatch of this chunk: read on tensor-parallel rank 0, sent to the others."""

@@ -334,6 +334,7 @@ def test_a_batch_without_tokens_leaves_the_model_alone(rank_pool):
     [(metrics, has_changed)] = rank_pool.run(train_on_nothing, world_size=1)
     assert not has_changed
     assert metrics["num_tokens"] == metrics["loss"] == metrics["grad_norm"] == 0
+    assert math.isnan(metrics["clip_fraction"])
 
 
 def write_rollouts(path: Path) -> None:
