@@ -12,6 +12,7 @@ from megatron_lossagg.from_logits import (
 )
 from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.marks import valid_tokens
 from megatron_lossagg.modes import register_mode
 from megatron_lossagg.schedule import ScheduleContract
 from megatron_lossagg.terms import LossTerm
@@ -34,4 +35,5 @@ __all__ = [
     "register_mode",
     "slice_for_cp",
     "token_weights",
+    "valid_tokens",
 ]
