@@ -50,7 +50,9 @@ def measure_schedule(
 ) -> Measurement:
     """Communicates over all groups, as one small training step does. Every rank must call it.
 
-    It works on copies: the caller's config, buffers and gradients are not touched.
+    It works on copies: the caller's config, buffers and gradients are not touched. The gradient
+    checks of the caller's `ddp_config` are left out, so that it may be called before the training
+    as well as in a step.
 
     Args:
         model_config: the model's config; its `finalize_model_grads_func` and `grad_scale_func` are
@@ -110,6 +112,8 @@ def measure_schedule(
 
 # Tokens per rank and microbatch; any number would do.
 _SEQ_LENGTH = 2
+# Of a `ddp_config`, as Megatron-LM sets them; FSDP wrappers have some of them.
+_GRADIENT_CHECKS = ("check_for_nan_in_grad", "check_for_large_grads")
 
 
 def _private_config(model_config: Any) -> Any:
@@ -181,6 +185,11 @@ def _wrap(config: Any, stage: Any, model: list[Any] | None, vp_stage: int) -> An
         if issubclass(wrapper, DistributedDataParallel):
             ddp_config.overlap_grad_reduce = False
             ddp_config.overlap_param_gather = False
+        # They ask the rerun state machine, which refuses outside of a training step and in one
+        # takes the probe's gradients for the model's.
+        for check in _GRADIENT_CHECKS:
+            if hasattr(ddp_config, check):
+                setattr(ddp_config, check, False)
     return wrapper(
         config=config, ddp_config=ddp_config, module=stage, disable_bucketing=vp_stage > 0
     )

@@ -15,7 +15,9 @@ from megatron_lossagg.testing.tiny_gpt import TinyGPT, transformer_config
 _SIZES = TinyGPT(num_layers=4, hidden_size=1, num_heads=1, dtype=torch.float64)
 
 
-def build_scalar_chunks(layout: Layout, *, calculate_per_token_loss: bool = False) -> list[Any]:
+def build_scalar_chunks(
+    layout: Layout, *, wrap_with_ddp: bool = True, calculate_per_token_loss: bool = False
+) -> list[Any]:
     """Communicates over the groups of `layout`: build this rank's chunks, in Megatron's DDP.
 
     Stage i multiplies what it gets by its parameter `scale_i`, which is 1, and the first gets 1; so
@@ -24,6 +26,7 @@ def build_scalar_chunks(layout: Layout, *, calculate_per_token_loss: bool = Fals
 
     Args:
         layout: made current by this call.
+        wrap_with_ddp: see `build_model_chunks`; without it a host wraps the chunks itself.
         calculate_per_token_loss: Megatron's flag of that name.
 
     Returns:
@@ -35,14 +38,20 @@ def build_scalar_chunks(layout: Layout, *, calculate_per_token_loss: bool = Fals
     initialize_model_parallel(layout)
     config = transformer_config(_SIZES, layout, calculate_per_token_loss=calculate_per_token_loss)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    stages = [
+        _scalar_stage(config, vp_stage * layout.pp + pp_rank, layout)
+        for vp_stage in range(layout.vpp)
+    ]
+    if not wrap_with_ddp:
+        return stages
     chunks = [
         DistributedDataParallel(
             config=config,
             ddp_config=DistributedDataParallelConfig(),
-            module=_scalar_stage(config, vp_stage * layout.pp + pp_rank, layout),
+            module=stage,
             disable_bucketing=vp_stage > 0,
         )
-        for vp_stage in range(layout.vpp)
+        for vp_stage, stage in enumerate(stages)
     ]
     set_config_hooks(chunks)
     return chunks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from unittest import mock
 
 import pytest
@@ -36,12 +37,14 @@ def measured(layout, regime, cp_gradient="local", **options):
     per_token, returns = REGIMES[regime]
     chunks = chunks_of(layout, per_token, **options)
     before = [p.main_grad.clone() for chunk in chunks for p in chunk.parameters()]
+    ddp_configs = [copy(chunk.ddp_config) for chunk in chunks]
     groups = ParallelGroups.from_megatron()
     found = ScheduleContract.measure(
         unwrap(chunks[0]).config, groups, returns=returns, cp_gradient=cp_gradient, model=chunks
     )
     after = [p.main_grad for chunk in chunks for p in chunk.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert [chunk.ddp_config for chunk in chunks] == ddp_configs
     num_tokens = found.num_microbatches * groups.dp_cp_size
     expected = 1 / found.contract.loss_factor(found.num_microbatches)
     if regime == "R3":
@@ -66,6 +69,33 @@ def test_measure_with_the_distributed_optimizer(rank_pool, regime):
     for _, factor, expected in rank_pool.run(
         measured, "PP=2 D=2 M=1", regime, use_distributed_optimizer=True, world_size=4
     ):
+        assert factor == pytest.approx(expected, rel=1e-6)
+
+
+def measured_under_the_rerun_machine(layout, regime):
+    """Where Megatron-LM has built its model and not begun to train: its DDP checks gradients."""
+    from megatron.core import rerun_state_machine as rerun
+
+    checks = {"check_for_nan_in_grad": True, "check_for_large_grads": True}
+    rerun.destroy_rerun_state_machine()
+    rerun.initialize_rerun_state_machine(mode=rerun.RerunMode.VALIDATE_RESULTS)
+    try:
+        return measured(layout, regime, ddp_overrides=checks)
+    finally:
+        rerun.destroy_rerun_state_machine()
+
+
+@pytest.mark.parametrize("regime", ["R1", "R3"])
+@pytest.mark.parametrize("layout", ["D=2 M=1", "PP=2 VPP=2 C=2 M=2"])
+def test_gradient_checks_of_the_callers_ddp_stay_out_of_it(rank_pool, layout, regime):
+    """Megatron's checks assert that a step of its training loop is running."""
+    for found, factor, expected in rank_pool.run(
+        measured_under_the_rerun_machine,
+        layout,
+        regime,
+        world_size=Layout.parse(layout).world_size,
+    ):
+        assert found == regime
         assert factor == pytest.approx(expected, rel=1e-6)
 
 
