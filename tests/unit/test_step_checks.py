@@ -36,11 +36,24 @@ def test_known_counts_below_what_is_here_raise(counts, message):
         step.validate()
 
 
-def test_known_counts_above_what_is_here_raise():
-    """In one process the weights must sum to the checksum of the counts that were given."""
-    step = make_aggregator().begin_step(fixture_f(1), counts=GlobalCounts(8, 3, 4))
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (
+            (8, 3, 4),
+            r"counts says num_tokens=8 .* hold 7\. The weights sum to .* mode's checksum is ",
+        ),
+        ((7, 4, 4), "counts says num_valid_seqs=4 for 'loss_mask', but .* of all ranks hold 3"),
+        ((7, 3, 5), "counts says num_seqs=5 .* hold 4"),
+    ],
+)
+@REGIMES
+def test_known_counts_above_what_all_ranks_hold_raise(counts, message, per_token):
+    """Counts that are too large are named: no microbatch was lost."""
+    aggregator = make_aggregator(per_token=per_token)
+    step = aggregator.begin_step(fixture_f(1), counts=GlobalCounts(*counts))
     run_step(step)
-    with pytest.raises(LossAggError, match=r"sum to 0\.875 .* checksum is 1\. "):
+    with pytest.raises(LossAggError, match=message):
         step.validate()
 
 
