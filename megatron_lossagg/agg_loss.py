@@ -12,6 +12,7 @@ from megatron_lossagg.modes import (
     get_mode,
 )
 from megatron_lossagg.plain_tensors import check_plain_tensor
+from megatron_lossagg.row_means import divided, mean_of_row_means, num_tokens_of_rows
 
 _MODES = (
     "token-mean",
@@ -92,49 +93,32 @@ def agg_loss(
     mask = loss_mask.detach().to(
         torch.promote_types(dtype, loss_mask.dtype) if loss_mask.is_floating_point() else dtype
     )
-    losses = where_nonzero(loss_mat.to(mask.dtype), mask)
+    losses = loss_mat.to(mask.dtype)
 
-    if loss_agg_mode == "token-sum":
-        return losses.sum().to(dtype) * dp_size
-    if loss_agg_mode == "token-mean":
-        return _divide(losses.sum().to(dtype), batch_num_tokens, mask) * dp_size
-    if loss_agg_mode == "seq-mean-token-sum":
-        return _divide_by_sequences(losses.sum().to(dtype), global_batch_size, mask) * dp_size
     if loss_agg_mode == "seq-mean-token-mean":
-        num_tokens = _num_tokens_of_rows(mask)
-        total = (losses.sum(dim=-1) / num_tokens.clamp(min=1)).sum().to(dtype)
-        if global_batch_size is None:
-            global_batch_size = (num_tokens > 0).sum()
-        return _divide(total, global_batch_size, mask) * dp_size
+        return _times(dp_size, mean_of_row_means(losses, mask, global_batch_size).to(dtype))
+
+    total = where_nonzero(losses, mask).sum().to(dtype)
+    if loss_agg_mode == "token-sum":
+        return _times(dp_size, total)
+    if loss_agg_mode == "token-mean":
+        total = divided(
+            total, batch_num_tokens, lambda: num_tokens_of_rows(mask).sum(dtype=torch.float64)
+        )
+        return _times(dp_size, total)
+
+    def num_seqs() -> Tensor:
+        return (num_tokens_of_rows(mask) > 0).sum()
+
+    if loss_agg_mode == "seq-mean-token-sum":
+        return _times(dp_size, divided(total, global_batch_size, num_seqs))
 
     width = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
     check_loss_scale_factor(width)
-    total = losses.sum().to(dtype)
     if norm_semantics == "sum":
         return total / width
-    return _divide_by_sequences(total, global_batch_size, mask) / width * dp_size
+    return _times(dp_size, divided(total, global_batch_size, num_seqs) / width)
 
 
-def _num_tokens_of_rows(mask: Tensor) -> Tensor:
-    """Valid tokens of every row, exact up to the integers of the mask's dtype."""
-    return where_nonzero(mask.new_ones(()).expand_as(mask), mask).sum(dim=-1)
-
-
-def _divide_by_sequences(total: Tensor, count: int | float | Tensor | None, mask: Tensor) -> Tensor:
-    if count is None:
-        count = (_num_tokens_of_rows(mask) > 0).sum()
-    return _divide(total, count, mask)
-
-
-def _divide(total: Tensor, count: int | float | Tensor | None, mask: Tensor) -> Tensor:
-    """Total / count, by default the valid tokens.
-
-    Exactly 0 where both are empty, inf where only the count claims to be.
-    """
-    if isinstance(count, int | float) and count != 0:
-        return total / count
-    valid = _num_tokens_of_rows(mask).sum(dtype=torch.float64)
-    count = torch.as_tensor(
-        valid if count is None else count, dtype=total.dtype, device=mask.device
-    )
-    return total / torch.where((count == 0) & (valid == 0), 1, count)
+def _times(dp_size: int, value: Tensor) -> Tensor:
+    return value if dp_size == 1 else value * dp_size  # a factor of 1 is two operators for nothing

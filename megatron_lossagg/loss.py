@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,12 +31,30 @@ def where_nonzero(values: Tensor, weights: Tensor) -> Tensor:
     return _select(values, weights, 0)
 
 
+def looking_is_free(values: Tensor, weights: Tensor) -> bool:
+    """Whether the host may read a value: both are on the CPU, and nothing records what is done.
+
+    Neither a device has to be waited for then, nor does a graph (torch.compile, make_fx, a trace, a
+    transform of torch.func) keep one of two branches for values to come.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(values) is type(weights) is Tensor  # not a fake or distributed one
+        and values.is_cpu
+        and weights.is_cpu
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.jit.is_tracing()
+    )
+
+
 def masked_weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     """S = sum of w * l over positions with w != 0. Does not communicate and does not sync.
 
     Positions with weight 0 are removed by selection, so a NaN or inf there changes neither the
     value nor the gradient, while a NaN that counts still shows. The gradient with respect to
-    `losses` is `weights` times that of S. Weights are constants: no gradient reaches them.
+    `losses` is `weights` times that of S. Weights are constants: no gradient reaches them. On a CPU
+    the host reads S, which takes no waiting there, and selects only if S is not finite.
 
     Args:
         losses: [b, s], floating point.
@@ -45,18 +64,29 @@ def masked_weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
         S, shape [], in at least float32.
     """
     weights = weights.detach() if weights.requires_grad else weights
+    if looking_is_free(losses, weights):
+        total: Tensor = torch.mul(*_in_one_dtype(losses, weights)).sum()
+        # 0 times what is finite is what selection gives, and 0 times NaN or inf is NaN: a finite
+        # sum needs none, and is the same to the last bit without that pass.
+        if math.isfinite(total.item()):
+            return total
     if torch.compiler.is_compiling():
         return _weighted_sum(losses, weights)
-    total: Tensor = _MaskedWeightedSum.apply(losses, weights)
+    total = _MaskedWeightedSum.apply(losses, weights)
     return total
 
 
 def _weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
-    if not losses.dtype == weights.dtype == torch.float32:
-        dtype = torch.promote_types(torch.promote_types(losses.dtype, weights.dtype), torch.float32)
-        losses, weights = losses.to(dtype), weights.to(dtype)
+    losses, weights = _in_one_dtype(losses, weights)
     # In place: the selection is a tensor of its own, and another would be one more to allocate.
     return where_nonzero(losses, weights).mul_(weights).sum()
+
+
+def _in_one_dtype(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    if losses.dtype == weights.dtype == torch.float32:
+        return losses, weights
+    dtype = torch.promote_types(torch.promote_types(losses.dtype, weights.dtype), torch.float32)
+    return losses.to(dtype), weights.to(dtype)
 
 
 class _MaskedWeightedSum(torch.autograd.Function):
@@ -75,7 +105,8 @@ class _MaskedWeightedSum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Times the weights, which are 0 where the loss does not count."""
         [weights] = ctx.saved_tensors
-        of_losses: Tensor = gradient * weights
+        # Else the product, with one number, would be rounded to the dtype of the weights.
+        of_losses: Tensor = gradient * weights.to(gradient.dtype)
         return of_losses if of_losses.dtype == ctx.dtype else of_losses.to(ctx.dtype), None
 
 

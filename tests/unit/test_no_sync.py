@@ -1,6 +1,8 @@
 """`loss_func` forward and backward: no host sync, no collective, nothing of a step outside tensors.
 
-A dispatch mode looks at every operator that runs, those of the backward pass included.
+A dispatch mode looks at every operator that runs, those of the backward pass included. Under it, as
+under anything that records operators, CPU tensors are summed as those of a device are; eager ones
+may be looked at, which test_loss.py compares with that form.
 """
 
 from __future__ import annotations
