@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -129,7 +130,9 @@ class LossAggregator:
         self._must_measure = contract == "measure"
         self._stream = WrappedStream()
         self._finalizer = Finalizer(self._settings, self._stream)
+        self._stream.watch_runs(self._finalizer.has_hook)
         self._received: Step | None = None
+        self._planned: Step | None = None
         if self._settings.config_source.is_known:
             self._finalizer.watch(self.model_config)
 
@@ -211,7 +214,12 @@ class LossAggregator:
         context = self._settings.step_context(iteration)
         self.install_finalize_hook()
         given = self._settings.given_counts(counts)
-        enter = self._finalizer.enter
+        method = weakref.WeakMethod(self._enter_planned)  # a step keeps no aggregator alive
+
+        def enter(step: Step) -> None:
+            if (enter_planned := method()) is not None:
+                enter_planned(step)
+
         if microbatches is None:
             groups = context.groups
             if num_microbatches is None:
@@ -367,9 +375,12 @@ class LossAggregator:
         return step.is_empty
 
     def share_is_empty(self) -> bool:
-        """`is_empty` on every rank: a broadcast over tp on the last stage, and one over pp."""
+        """`is_empty` of the step that ran last, on every rank: broadcasts over tp and over pp.
+
+        That over tp is on the last stage. Steps of `begin_step` count as wrapped ones do.
+        """
         groups = self._settings.current_groups()
-        step = self._stream.active
+        step = self._stream.active or self._planned
         has_plan = step is not None and step.plan is not None
         is_empty = float(step.is_empty) if step is not None and has_plan else 0.0
         box = torch.tensor([is_empty], dtype=torch.float64)
@@ -390,8 +401,8 @@ class LossAggregator:
         """
         groups = self._settings.current_groups()
         num_metrics = len(self._settings.objective.metric_sums)
-        if num_metrics == 0 or groups.tp_size == 1:
-            return microbatch
+        if num_metrics == 0 or groups.tp_size == 1 or self._settings.is_deferred:
+            return microbatch  # deferred ones are shared when gradients are finalized
         step = self._stream.active
         found = None if groups.tp_rank > 0 or step is None else step.metric_divisors
         if found is None:
@@ -489,6 +500,12 @@ class LossAggregator:
         if self._must_measure:
             self.measure()
 
+    def _enter_planned(self, step: Step) -> None:
+        """A run of a step of `begin_step` begins: no wrapped step is meant until one begins."""
+        self._stream.leave()
+        self._planned = step
+        self._finalizer.enter()
+
     def _plan_step(
         self, options: StreamOptions, microbatches: Sequence[Microbatch] | None, num: int
     ) -> Step:
@@ -499,6 +516,7 @@ class LossAggregator:
             pairs_by_tokens=options.pairs_by_tokens,
         )
         self.install_finalize_hook()
+        self._planned = None
         if microbatches is None:
             has_data = self._settings.is_deferred and self._stream.has_data
             weights = self._settings.weight_options(context)

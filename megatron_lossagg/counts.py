@@ -161,24 +161,29 @@ def start_reduction(local: LocalCounts, groups: ParallelGroups) -> PendingCounts
     return PendingCounts(vector, unit_counts, [work for work in works if work is not None])
 
 
+def held_place(name: str, slot: int) -> int:
+    """Where `LocalCounts.held` has a count of a mask."""
+    places = {"num_tokens": 2 * slot, "num_valid_seqs": 2 * slot + 1, "num_seqs": NUM_HELD - 1}
+    return places[name]
+
+
 def held_counts(held: Sequence[float], slot: int) -> dict[str, int]:
     """num_tokens, num_valid_seqs and num_seqs of a mask, from the numbers of `LocalCounts.held`."""
-    return {
-        "num_tokens": int(held[2 * slot]),
-        "num_valid_seqs": int(held[2 * slot + 1]),
-        "num_seqs": int(held[-1]),
-    }
+    names = ("num_tokens", "num_valid_seqs", "num_seqs")
+    return {name: int(held[held_place(name, slot)]) for name in names}
 
 
-def check_given_counts(counts: GlobalCounts, local: LocalCounts, slot: int = 0) -> None:
+def check_given_counts(
+    counts: GlobalCounts, local: LocalCounts, slot: int = 0, mask_key: str = "loss_mask"
+) -> None:
     """Raise LossAggError if a caller's counts are below this rank's own. Waits for the device."""
     for name, held in held_counts(local.held.tolist(), slot).items():
         given = int(getattr(counts, name))
         if given < held:
             raise LossAggError(
-                f"counts says {name}={given}, but this rank's microbatches alone hold {held}. Pass "
-                "the counts of the whole global batch (all ranks and microbatches of the step), or "
-                "leave counts out."
+                f"counts says {name}={given}, but this rank's microbatches alone hold {held} "
+                f"under {mask_key!r}. Pass the counts of the whole global batch (all ranks and "
+                "microbatches of the step), or leave counts out."
             )
 
 

@@ -138,6 +138,11 @@ class DeferredPlan:
             )
         return self._pending
 
+    @property
+    def weight_eps(self) -> float:
+        """Machine epsilon of the weights' dtype."""
+        return torch.finfo(self._options.weight_dtype).eps
+
     def check_counts(self) -> None:
         """Raise LossAggError if ranks were configured differently. Waits for the device."""
         if self._pending is not None:
@@ -238,7 +243,7 @@ class DeferredDivision:
             LossAggError: on every stage, if the last one could not count or a stage did not come.
         """
         groups = self._groups()
-        problem = None
+        problem: Exception | None = None
         factor, has_failed = 0.0, 0.0
         if groups.is_last_stage:
             factor = 1.0
@@ -247,7 +252,7 @@ class DeferredDivision:
                     factor = factor_here()
                 else:
                     sum_over_ranks(None, groups)
-            except LossAggError as error:
+            except Exception as error:  # raised below: earlier stages wait for this one
                 problem, has_failed = error, 1.0
         totals = torch.tensor([factor, has_failed, 1.0], dtype=torch.float64)
         totals = totals.to(communication_device(groups.pp, totals.device))

@@ -145,7 +145,12 @@ class Evaluation:
         for name, value in values.items():
             normaliser = term.metrics[name]
             check_metric(
-                value, term_weights, name, normaliser, rows_are_sequences=rows_are_sequences
+                value,
+                term_weights,
+                name,
+                normaliser,
+                rows_are_sequences=rows_are_sequences,
+                is_packed=microbatch.get("cu_seqlens") is not None,
             )
             if name in self._sums:
                 sums[name] = sum_of_metric(value.detach(), is_valid)

@@ -40,6 +40,10 @@ class Finalizer:
         if self._settings.is_deferred:
             self._divide_in(model_config)
 
+    def has_hook(self) -> bool:
+        """Whether the schedule calls this object when it finalizes gradients."""
+        return any(hook_of(config) is not None for config in self._configs)
+
     def enter(self, *, begins: bool = True) -> None:
         """A step begins, or computes a loss: it takes part when gradients are finalized next."""
         for config in self._configs:
@@ -95,8 +99,11 @@ class Finalizer:
         if self._settings.is_deferred and groups.is_last_stage:
             contract = self._settings.current_contract()
             if not self._settings.divides_later(contract):
-                self._count()
-        self._stream.validate(num_tokens)
+                step, plan = self._count()
+                self._complete_reports(step, plan, 1.0)
+        step = self._stream.active
+        if step is not None and not step.is_forward_only:
+            self._stream.validate(num_tokens)
 
     def _count(self) -> tuple[Step | None, DeferredPlan | None]:
         """Sum the counts of the deferred step, on the last stage, and give them to its plan."""
@@ -120,9 +127,23 @@ class Finalizer:
         box = box.to(communication_device(groups.tp, box.device))
         broadcast_from_first(box, groups.tp)
         [factor] = box.tolist()
-        if step is not None:
-            step.divide_reports(factor)
+        self._complete_reports(step, plan, factor)
         return factor
+
+    def _complete_reports(
+        self, step: Step | None, plan: DeferredPlan | None, factor: float
+    ) -> None:
+        """Divide reports of the deferred step: a broadcast over tp of the metrics' divisors."""
+        groups, num_metrics = self._settings.current_groups(), self._settings.num_metric_sums
+        divisors = None
+        if num_metrics:
+            found = plan.metric_divisors if plan is not None else None
+            if found is None:
+                found = torch.full((num_metrics,), torch.nan, dtype=torch.float64)
+            divisors = found.to(communication_device(groups.tp, found.device), copy=True)
+            broadcast_from_first(divisors, groups.tp)
+        if step is not None:
+            step.divide_reports(factor, divisors)
 
 
 def _current_groups(groups: ParallelGroups | None) -> ParallelGroups:

@@ -178,6 +178,18 @@ def all_reduce_max(tensor: Tensor, group: Any) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
 
 
+def all_reduce_extremes(largest: Tensor, group: Any) -> Tensor:
+    """Maxima over `group`, where a NaN of any rank stays one (communicates over the group).
+
+    Backends do not agree on the maximum of NaN and a number, so NaN travels beside the numbers.
+    """
+    is_nan = torch.isnan(largest)
+    pairs = torch.cat([largest.masked_fill(is_nan, -torch.inf), is_nan.to(largest.dtype)])
+    all_reduce_max(pairs, group)
+    values, had_nan = pairs.chunk(2)
+    return values.masked_fill(had_nan > 0, torch.nan)
+
+
 def broadcast_from_last(tensor: Tensor, group: Any) -> None:
     """Overwrite `tensor` by the last rank's (communicates over the group that is passed)."""
     if _size(group) > 1:

@@ -53,7 +53,7 @@ class Metric:
             "units": inputs.num_units,
             "sum": torch.ones_like(inputs.num_tokens),
         }[self.normaliser]
-        assert found is not None  # the plan has counted units
+        assert found is not None  # units were counted, or given
         nan = torch.full_like(found, float("nan"))
         return torch.where(inputs.num_tokens > 0, found, nan)
 
@@ -96,7 +96,13 @@ def _as_values(is_valid: Tensor, values: Tensor) -> Tensor:
 
 
 def check_metric(
-    values: Any, weights: Tensor, name: str, normaliser: str, *, rows_are_sequences: bool
+    values: Any,
+    weights: Tensor,
+    name: str,
+    normaliser: str,
+    *,
+    rows_are_sequences: bool,
+    is_packed: bool,
 ) -> None:
     """Raise unless `values` holds one number per token, or per sequence. Looks at no value.
 
@@ -105,7 +111,8 @@ def check_metric(
         weights: [b, s], the weights of its term.
         name: of the metric.
         normaliser: of the metric.
-        rows_are_sequences: whether a row of this rank is a whole sequence.
+        rows_are_sequences: whether a row of this rank is not sliced over context-parallel ranks.
+        is_packed: whether it holds several sequences.
     """
     if not isinstance(values, Tensor):
         raise TypeError(
@@ -116,6 +123,12 @@ def check_metric(
         raise TypeError(f"metric {name!r} holds {values.dtype}: return real numbers or bools.")
     if values.shape == weights.shape:
         return
+    if is_packed:
+        raise ValueError(
+            f"metric {name!r} has shape {tuple(values.shape)}, but its term's mask has "
+            f"{tuple(weights.shape)}. In packed data (cu_seqlens) return one value per token: of a "
+            "value per sequence, that over the number of its valid tokens, declared as 'sequences'."
+        )
     if values.shape != weights.shape[:1]:
         raise ValueError(
             f"metric {name!r} has shape {tuple(values.shape)}, but its term's mask has "
@@ -130,7 +143,7 @@ def check_metric(
     if not rows_are_sequences and normaliser not in EXTREMES:
         raise LossAggError(
             f"metric {name!r} has one value per row, {tuple(values.shape)}, but a row of this rank "
-            "is no whole sequence (packed with cu_seqlens, or sliced over context-parallel ranks), "
-            "so it would be counted on several ranks or once for many. Return it per token, as its "
-            "value over the number of valid tokens of the sequence, declared as 'sequences'."
+            "is no whole sequence (it is sliced over context-parallel ranks), so it would be "
+            "counted on several ranks. Return it per token, as its value over the number of valid "
+            "tokens of the sequence, declared as 'sequences'."
         )

@@ -97,7 +97,9 @@ def masks_to_count(
     if len(mask_keys) > MAX_TERM_MASKS:
         raise ValueError(
             f"{len(mask_keys)} distinct masks are counted, at most {MAX_TERM_MASKS} can be: let "
-            "terms share a mask_key."
+            "terms share a mask_key. Means over many groups of tokens, such as data sources, need "
+            "no masks: report two metrics declared 'sum' for each, the values times a 0/1 "
+            "indicator of the group, and the indicator."
         )
     if MAIN_MASK in mask_keys:
         return mask_keys
@@ -134,7 +136,7 @@ def carry_weights(copy: dict[str, Any], weights: Sequence[Tensor], options: Weig
     A mask that is kept has the dtype of weights, as it rides where a host expects one or the other.
     """
     if options.keeps_mask:
-        copy[MAIN_MASK] = copy[MAIN_MASK].to(options.weight_dtype)
+        copy[MAIN_MASK] = (copy[MAIN_MASK] != 0).to(options.weight_dtype)
     copy.update(zip(options.weights_keys, weights, strict=True))
 
 

@@ -124,12 +124,11 @@ class Objective:
         return tuple(term.coefficient_at(iteration) for term in self.terms)
 
     def extreme_values(self, largest: Sequence[float]) -> list[float]:
-        """Minima and maxima from maxima (minima negated); NaN over no valid token."""
-        signed = [
-            value if metric.normaliser == "max" else -value
+        """Minima and maxima from maxima (minima negated); NaN over no valid token, or of a NaN."""
+        return [
+            math.nan if value == -math.inf else value if metric.normaliser == "max" else -value
             for metric, value in zip(self.extremes, largest, strict=True)
         ]
-        return [value if math.isfinite(value) else math.nan for value in signed]
 
     def sums_of(
         self,

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.counts import (
+    NUM_HELD,
     GlobalCounts,
     PendingCounts,
     check_given_counts,
     count_local,
+    held_place,
     start_reduction,
 )
 from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communication_device
@@ -75,7 +77,7 @@ class WeightPlan:
         # Weights are made where the counts are, so that counts never travel back to the host.
         self._device = communication_device(groups.dp, self._local.vector.device)
         self._weights: list[tuple[Tensor, ...] | None] = [None] * len(self._microbatches)
-        self._factors: list[tuple[Sequences, SequenceWeights]] = []
+        self._factors: list[SequenceWeights] = []
 
     def __len__(self) -> int:
         return len(self._microbatches)
@@ -118,11 +120,28 @@ class WeightPlan:
         """What this rank's microbatches hold, int64 [NUM_HELD], see `held_counts`."""
         return self._local.held
 
+    def given_here(self) -> Tensor:
+        """1, x and x^2 of the counts x that a driver gave, float64 [3, NUM_HELD], 0 elsewhere."""
+        found = torch.zeros(3, NUM_HELD, dtype=torch.float64)
+        for mask_key, slot in self._slots.items():
+            if mask_key not in self.given_counts:
+                continue
+            for name in ("num_tokens", "num_valid_seqs", "num_seqs"):
+                value = getattr(self.given_counts[mask_key], name).double().cpu()
+                powers = torch.stack([torch.ones_like(value), value, value**2])
+                found[:, held_place(name, slot)] = powers
+        return found
+
     def num_positions(self) -> Tensor:
         """Positions of the main masks of the global batch; -1 where a driver gave the counts."""
         if self._pending is None:
             return torch.full_like(self.counts.num_tokens, -1)
         return self._pending.num_positions * self._num_parts
+
+    @property
+    def weight_eps(self) -> float:
+        """Machine epsilon of the weights' dtype."""
+        return torch.finfo(self._options.weight_dtype).eps
 
     def check_counts(self) -> None:
         """Raise LossAggError if the counts cannot be right. Waits for the device.
@@ -134,7 +153,7 @@ class WeightPlan:
             return
         for mask_key, slot in self._slots.items():
             if mask_key in self._counts:
-                check_given_counts(self.counts_of(mask_key), self._local, slot)
+                check_given_counts(self.counts_of(mask_key), self._local, slot, mask_key)
 
     def expected_weight_sums(self) -> Tensor:
         """Each mode's checksum, times T if weights carry it; float64, shape [num_weightings].
@@ -180,24 +199,23 @@ class WeightPlan:
                 if not self._factors:
                     times = self._times()
                     self._factors = [self._factors_of(w, times) for w in self._options.weightings]
-                found = tuple(factors.spread(s, index) for s, factors in self._factors)
+                found = tuple(factors.spread(index) for factors in self._factors)
             self._weights[index] = found
         return found
 
-    def _factors_of(
-        self, weighting: Weighting, times: Tensor | None
-    ) -> tuple[Sequences, SequenceWeights]:
-        """Of a weighting its sequences, and the weight of a token of each."""
+    def _factors_of(self, weighting: Weighting, times: Tensor | None) -> SequenceWeights:
+        """Of a weighting the weight of a token of each sequence."""
         slot = self._slots[weighting.mask_key]
         of_mask = self._local.sequences[slot]
         units = self._local.units[slot] if weighting.spec.needs_units else None
-        return of_mask, sequence_weights(
-            of_mask.num_tokens.to(self._device, non_blocking=True),
+        return sequence_weights(
+            of_mask,
             weighting.spec,
             self.counts_of(weighting.mask_key),
             unit_of_seq=None if units is None else units.unit_of_seq.to(self._device),
             times=times,
             weight_dtype=self._options.weight_dtype,
+            device=self._device,
         )
 
     def microbatch(self, index: int) -> dict[str, Any]:
@@ -225,6 +243,13 @@ class WeightPlan:
                 "With calculate_per_token_loss on, Megatron divides by the tokens of 'loss_mask', "
                 "whatever masks the terms have."
             )
+        for mask_key in self._options.masks_with_units:
+            if counts[mask_key].unit_num_tokens is None:
+                raise ValueError(
+                    f"counts of {mask_key!r} lack those of units, which "
+                    f"{self._options.masks_with_units[mask_key]} needs: pass "
+                    "GlobalCounts(..., unit_num_tokens=[U], unit_num_seqs=[U])."
+                )
         return dict(counts)
 
 

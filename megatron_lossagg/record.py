@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_lossagg.counts import NUM_HELD, held_counts
+from megatron_lossagg.counts import NUM_HELD, held_counts, held_place
 from megatron_lossagg.deferred import DeferredPlan
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import all_reduce_sum, communication_device
@@ -142,6 +142,7 @@ class GroupSums:
         planned: of each weighting, the weights that were planned, where a mode has no checksum.
         num_tokens: what `loss_func` returned as its numbers of tokens (R3).
         held: what planned microbatches hold, see `counts.held_counts`.
+        given: of each such number how many ranks were given it, the sum and the sum of squares.
         num_problems: ranks that found a fault of their own.
     """
 
@@ -149,6 +150,7 @@ class GroupSums:
     planned: list[float]
     num_tokens: float
     held: list[float]
+    given: list[list[float]]
     num_problems: float
 
 
@@ -174,13 +176,14 @@ def check_with_others(
         return sums
     contract = context.contract
     if isinstance(plan, WeightPlan) and plan.counts_are_given:
-        _check_given(plan, sums, contract)
+        _check_given(plan, sums, context)
     _check_num_tokens(sums, plan, record, context)
     expected = plan.expected_weight_sums()
     for index, checksum in enumerate(() if expected is None else expected.tolist()):
         if math.isnan(checksum):  # a registered mode without one; whole masks are on all C ranks
             checksum = sums.planned[index] / context.plan_copies
-        _check_sum(sums.weights[index] / contract.cp_copies, checksum, index, record, contract)
+        found = sums.weights[index] / contract.cp_copies
+        _check_sum(found, checksum, index, record, contract, plan.weight_eps)
     return sums
 
 
@@ -192,8 +195,8 @@ def _sum_over_ranks(
 ) -> GroupSums:
     fallback = record.weight_sums[0].device if record.weight_sums else torch.device("cpu")
     device = communication_device(context.groups.dp_cp, fallback)
-    sizes = [len(context.weights_keys), len(context.weights_keys), 1, NUM_HELD, 1]
-    weights, planned, num_tokens, held, num_problems = (
+    sizes = [len(context.weights_keys), len(context.weights_keys), 1, NUM_HELD, 3 * NUM_HELD, 1]
+    weights, planned, num_tokens, held, given, num_problems = (
         torch.zeros(size, dtype=torch.float64, device=device) for size in sizes
     )
     if record.weight_sums:
@@ -202,30 +205,51 @@ def _sum_over_ranks(
         num_tokens += torch.stack(record.num_tokens).sum().to(device)
     if isinstance(plan, WeightPlan):
         held += plan.held_here.to(device)
+        given += plan.given_here().flatten().to(device)
         if not context.objective.has_checksums:
             planned += plan.planned_weight_sums().to(device)
     num_problems += float(bool(problems))
-    totals = torch.cat([weights, planned, num_tokens, held, num_problems])
+    totals = torch.cat([weights, planned, num_tokens, held, given, num_problems])
     all_reduce_sum(totals, context.groups.dp_cp)
     parts = [part.tolist() for part in totals.split(sizes)]
-    return GroupSums(parts[0], parts[1], parts[2][0], parts[3], parts[4][0])
+    of_given = totals.split(sizes)[4].view(3, NUM_HELD).tolist()
+    return GroupSums(parts[0], parts[1], parts[2][0], parts[3], of_given, parts[5][0])
 
 
-def _check_given(plan: WeightPlan, sums: GroupSums, contract: ScheduleContract) -> None:
-    """Raise LossAggError if a driver's counts are not those of the microbatches of all ranks."""
-    held = [number / contract.cp_size for number in sums.held]  # whole masks are on all C ranks
+def _check_given(plan: WeightPlan, sums: GroupSums, context: StepContext) -> None:
+    """Raise LossAggError on every rank if a driver's counts are not what all ranks hold.
+
+    Sums of x and x^2 over the ranks that were given a count tell whether all of them are right.
+    """
+    held = [number / context.contract.cp_size for number in sums.held]  # whole masks on C ranks
     for slot, mask_key in enumerate(plan.mask_keys):
         given = plan.given_counts.get(mask_key)
         for name, held_by_all in held_counts(held, slot).items():
-            if given is not None and int(getattr(given, name)) != held_by_all:
-                expected = plan.expected_weight_sums()[0].item()
-                raise LossAggError(
-                    f"counts says {name}={int(getattr(given, name))} for {mask_key!r}, but the "
-                    f"microbatches of all ranks hold {held_by_all}. The weights sum to "
-                    f"{sums.weights[0] / contract.cp_copies:.9g} over them, where the mode's "
-                    f"checksum is {expected:.9g}. Pass the counts of exactly the microbatches of "
-                    "this step, or leave counts out: they are then counted."
-                )
+            place = held_place(name, slot)
+            num, total, squares = (of_given[place] for of_given in sums.given)
+            are_right = math.isclose(total, num * held_by_all, rel_tol=1e-12) and math.isclose(
+                squares, num * held_by_all**2, rel_tol=1e-12
+            )
+            if given is None or are_right:
+                continue
+            own = int(getattr(given, name))
+            who = "counts" if own != held_by_all else "counts of another rank"
+            said = f"says {name}={own}" if own != held_by_all else f"says another {name}"
+            raise LossAggError(
+                f"{who} {said} for {mask_key!r}, but the microbatches of all ranks hold "
+                f"{held_by_all}.{_weights_beside(plan, sums, context)} Pass the counts of exactly "
+                "the microbatches of this step, the same on every rank, or leave counts out: they "
+                "are then counted."
+            )
+
+
+def _weights_beside(plan: WeightPlan, sums: GroupSums, context: StepContext) -> str:
+    """What wrong counts did to the weights, if that shows in their sum."""
+    found = sums.weights[0] / context.contract.cp_copies
+    expected = plan.expected_weight_sums()[0].item()
+    if math.isclose(found, expected, rel_tol=1e-6) or math.isnan(expected):
+        return ""
+    return f" The weights sum to {found:.9g} over them, and the mode's checksum is {expected:.9g}."
 
 
 def _check_num_tokens(
@@ -246,10 +270,15 @@ def _check_num_tokens(
 
 
 def _check_sum(
-    found: float, expected: float, index: int, record: PassRecord, contract: ScheduleContract
+    found: float,
+    expected: float,
+    index: int,
+    record: PassRecord,
+    contract: ScheduleContract,
+    weight_eps: float,
 ) -> None:
     # Each weight is rounded once (half an epsilon); the sum is float64.
-    tolerance = max(record.coarsest_eps, 1e-12) * abs(expected)
+    tolerance = max(record.coarsest_eps, weight_eps, 1e-12) * abs(expected)
     if not abs(found - expected) <= tolerance:  # in this order, so that a NaN raises
         which = "" if index == 0 else f" (number {index} of the terms' modes and masks)"
         raise LossAggError(

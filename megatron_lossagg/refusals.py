@@ -64,7 +64,12 @@ def _refuse_undivided_losses(model_config: Any) -> None:
 
 
 def refuse_deferred(
-    model_config: Any, specs: list[ModeSpec], *, divides_later: bool, masks_are_cp_sliced: bool
+    model_config: Any,
+    specs: list[ModeSpec],
+    *,
+    normalisers: list[str],
+    divides_later: bool,
+    masks_are_cp_sliced: bool,
 ) -> None:
     """Raise LossAggError where one division of all gradients would not give the mode's."""
     if len(specs) > 1:
@@ -79,6 +84,11 @@ def refuse_deferred(
             f"denominators='deferred' with loss_agg_mode={spec.loss_agg_mode!r}: its weights are "
             "not known up to one common divisor before the batch is complete. Use "
             "denominators='counted'."
+        )
+    if "units" in normalisers:
+        raise LossAggError(
+            "denominators='deferred' with a metric over 'units': units are counted before a step, "
+            "over all its ranks. Use denominators='counted', or another normaliser."
         )
     if masks_are_cp_sliced:
         raise LossAggError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_lossagg.errors import LossAggError, keys_or_type
 from megatron_lossagg.groups import (
     ParallelGroups,
-    all_reduce_max,
+    all_reduce_extremes,
     all_reduce_sum,
     broadcast_from_first,
     broadcast_from_last,
@@ -126,7 +126,7 @@ def reduce_reports(
         totals, extremes = totals.to(on), extremes.to(on)
         all_reduce_sum(totals, groups.dp_cp)
         if names.extremes:
-            all_reduce_max(extremes, groups.dp_cp)
+            extremes = all_reduce_extremes(extremes, groups.dp_cp)
         if needs_counts:  # only tensor-parallel rank 0 is sure to have planned the step
             known = totals[-num_counts - 3 : -2].clone()
             broadcast_from_first(known, groups.tp)

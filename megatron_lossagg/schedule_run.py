@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 _MODULE = "megatron.core.pipeline_parallel.schedules"
@@ -26,8 +27,11 @@ class ScheduleRun:
         """
         frame = sys._getframe(1)
         while frame is not None:
-            if frame.f_globals.get("__name__") == _MODULE:
-                token = frame.f_locals.get(_LOCAL)
+            code = frame.f_code
+            if frame.f_globals.get("__name__") == _MODULE and (
+                _LOCAL in code.co_varnames or _LOCAL in code.co_cellvars
+            ):
+                token = _local_of(frame)
                 if token is not None:
                     return cls(token)
             frame = frame.f_back  # type: ignore[assignment]
@@ -37,6 +41,14 @@ class ScheduleRun:
         """Whether both are one run that has not ended."""
         token = self._token()
         return token is not None and token is other._token()
+
+
+def _local_of(frame: FrameType) -> Any:
+    snapshot = frame.f_locals
+    token = snapshot.get(_LOCAL)
+    if type(snapshot) is dict:  # up to Python 3.12, kept by the frame: it would keep activations
+        snapshot.clear()
+    return token
 
 
 def has_been_left(begun_in: ScheduleRun | None, now: ScheduleRun | None) -> bool:

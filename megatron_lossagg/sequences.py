@@ -43,7 +43,13 @@ class Sequences:
     ) -> Sequences:
         """Read a mask, `sample_mask`, `cu_seqlens` and `cu_seqlens_padded` of each microbatch."""
         keys = (mask_key, *_KEYS_BESIDE_A_MASK)
-        return cls.of_fields([tuple(map(microbatch.get, keys)) for microbatch in microbatches])
+        fields = [tuple(map(microbatch.get, keys)) for microbatch in microbatches]
+        try:
+            return cls.of_fields(fields)
+        except (TypeError, ValueError) as error:
+            if mask_key == "loss_mask" or "loss_mask" not in str(error):
+                raise
+            raise type(error)(str(error).replace("loss_mask", mask_key)) from error
 
     @classmethod
     def of(
@@ -137,7 +143,8 @@ class Sequences:
     def counted_mask(self, index: int) -> Tensor:
         """The mask of microbatch `index`, 0 in sequences of `sample_mask` 0; of its own dtype."""
         mask = self.masks[index]
-        has_tokens = (self.num_tokens.split(self.sizes)[index] > 0).float()
+        start = sum(self.sizes[:index])
+        has_tokens = (self.num_tokens[start : start + self.sizes[index]] > 0).float()
         return self.spread(index, has_tokens).to(mask.dtype)
 
     def spread(self, index: int, per_sequence: Tensor, *, selects: bool = False) -> Tensor:
@@ -161,7 +168,9 @@ class Sequences:
             return torch.where(is_valid, factors, torch.zeros_like(factors))
         # A product of finite numbers: cheaper than a selection, and just as exact.
         numbers = as_numbers(mask, per_sequence.dtype, per_sequence.device)
-        return numbers * factors if numbers is mask else numbers.mul_(factors)
+        product = numbers * factors if numbers is mask else numbers.mul_(factors)
+        # A mask that holds -0.0 must not pass on its sign, which marks a valid token.
+        return product.abs_() if mask.is_floating_point() else product
 
 
 def checked_boundaries(

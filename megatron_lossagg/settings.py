@@ -66,6 +66,11 @@ class Settings:
         return self.config_source.config
 
     @property
+    def num_metric_sums(self) -> int:
+        """How many metrics are sums."""
+        return len(self.objective.metric_sums)
+
+    @property
     def main_spec(self) -> ModeSpec:
         """The mode of the main mask."""
         return self.objective.weightings[0].spec
@@ -85,7 +90,7 @@ class Settings:
         ):
             raise TypeError(
                 "counts must be a GlobalCounts, or a mapping from mask_key to one, got "
-                f"{type(counts).__name__}."
+                f"{_kind_of_counts(by_mask)}."
             )
         missing = [key for key in mask_keys if key not in by_mask]
         if missing:
@@ -154,6 +159,7 @@ class Settings:
             refuse_deferred(
                 self.model_config,
                 [weighting.spec for weighting in self.objective.weightings],
+                normalisers=[metric.normaliser for metric in self.objective.metrics],
                 divides_later=self.divides_later(contract),
                 masks_are_cp_sliced=self.masks_are_cp_sliced,
             )
@@ -201,3 +207,11 @@ class Settings:
             metrics=self.objective.metric_sums,
             keeps_mask=self.objective.keeps_mask(self.weights_key),
         )
+
+
+def _kind_of_counts(counts: Any) -> str:
+    if not isinstance(counts, Mapping):
+        return type(counts).__name__
+    wrong = {k: v for k, v in counts.items() if not isinstance(v, GlobalCounts)}
+    kinds = ", ".join(f"{type(value).__name__} for {key!r}" for key, value in wrong.items())
+    return f"{type(counts).__name__} with {kinds}"

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.deferred import DeferredPlan
+from megatron_lossagg.deferred import DeferredPlan, sum_over_ranks
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.evaluation import Sums
 from megatron_lossagg.global_counts import GlobalCounts
-from megatron_lossagg.groups import all_reduce_max, communication_device
+from megatron_lossagg.groups import all_reduce_extremes, communication_device
 from megatron_lossagg.loss import weights_of
 from megatron_lossagg.microbatch import METRIC_DIVISORS
 from megatron_lossagg.microbatch_report import MicrobatchReport, microbatch_report
@@ -49,6 +49,7 @@ class Step:
 
     Attributes:
         num_microbatches: M, what the schedule must be called with on this rank.
+        is_counted: whether its counts are known, or under way; deferred ones are not at first.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Step:
         plan: WeightPlan | DeferredPlan | None,
         num_microbatches: int,
         known_counts: Mapping[str, GlobalCounts] | None = None,
-        begin_pass: Callable[[], None] | None = None,
+        begin_pass: Callable[[Step], None] | None = None,
     ) -> None:
         self._context = context
         self._plan = plan
@@ -66,6 +67,7 @@ class Step:
         self.num_microbatches = num_microbatches
         self._record = PassRecord()
         self._reported_empty: bool | None = None
+        self.is_counted = not context.is_deferred
 
     @property
     def plan(self) -> WeightPlan | DeferredPlan | None:
@@ -96,7 +98,7 @@ class Step:
             return self._reported_empty
         objective, coefficients = self._context.objective, self._context.coefficients
         by_mask = self._known_counts
-        if self._plan is not None:
+        if self._plan is not None and self._plan.counts_are_known:
             by_mask = {key: self._plan.counts_of(key) for key in objective.mask_keys}
         if by_mask is not None:
             return int(num_trained_tokens(objective, coefficients, by_mask)) == 0
@@ -109,6 +111,16 @@ class Step:
     def is_validated(self) -> bool:
         """Whether `validate` has looked at the last run of the schedule."""
         return self._record.is_validated
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether `loss_func` runs on this rank once per microbatch, in Python."""
+        return self._context.groups.is_last_stage and self._context.counts_loss_calls
+
+    @property
+    def is_forward_only(self) -> bool:
+        """Whether the step is evaluated and never trained on."""
+        return self._context.forward_only
 
     @property
     def num_loss_calls(self) -> int:
@@ -133,7 +145,7 @@ class Step:
             raise ValueError(f"num_chunks must be at least 1 (len(model)), got {num_chunks}.")
         self.start_pass()
         if self._begin_pass is not None:
-            self._begin_pass()
+            self._begin_pass(self)
         if self._plan is None:
             return [None] * num_chunks
         return [self._iterate(self.add_iterator()) for _ in range(num_chunks)]
@@ -188,13 +200,12 @@ class Step:
         context, contract = self._context, self._context.contract
         self._check_gradients_are_wanted()
         weights = [weights_of(microbatch, key) for key in context.weights_keys]
-        is_packed = microbatch.get("cu_seqlens") is not None
         sums = context.objective.sums_of(
             output_tensor,
             microbatch,
             weights,
             context.coefficients,
-            rows_are_sequences=context.rows_are_sequences and not is_packed,
+            rows_are_sequences=context.rows_are_sequences,
         )
         if self._record.is_validated:
             self.start_pass()
@@ -264,9 +275,14 @@ class Step:
         """What sums of metrics are divided by; None where it is not known, or there are none."""
         return None if self._plan is None else self._plan.metric_divisors
 
-    def divide_reports(self, gradient_factor: float) -> None:
-        """Multiply what `loss_func` reported by the factor that gradients got, in place."""
-        divisors = self.metric_divisors
+    def divide_reports(self, gradient_factor: float, divisors: Tensor | None) -> None:
+        """Divide what `loss_func` reported by counts that came with final gradients, in place.
+
+        Args:
+            gradient_factor: what gradients were multiplied by.
+            divisors: of metric sums, float64 [number of them]; None if there are none.
+        """
+        self.is_counted = True
         for report in self._record.reports:
             report.multiply_values(gradient_factor)
             if divisors is not None:
@@ -326,7 +342,7 @@ class Step:
         if found:
             largest = torch.stack(found).max(dim=0).values
         largest = largest.to(communication_device(context.groups.dp_cp, largest.device))
-        all_reduce_max(largest, context.groups.dp_cp)
+        largest = all_reduce_extremes(largest, context.groups.dp_cp)
         values = context.objective.extreme_values(largest.tolist())
         for report in reports:
             report.set_extremes(values, share)
@@ -391,11 +407,25 @@ class Step:
         found |= dict(zip(objective.names.extremes, extremes, strict=True))
         return found | known.named_counts()
 
+    def _count_evaluation(self) -> None:
+        """Sum deferred counts that no gradient brings: over dp and tp, on the last stage."""
+        context = self._context
+        if self.is_counted or context.divides_later or not context.groups.is_last_stage:
+            return
+        assert self._plan is None or isinstance(self._plan, DeferredPlan)
+        pending = sum_over_ranks(self._plan, context.groups)
+        if self._plan is not None and pending is not None:
+            self._plan.set_counts(pending)
+        self.is_counted = True
+
     def _packed_counts(self) -> tuple[Tensor | None, str | None]:
         """Counts for a report where this rank has planned the step, or why it cannot tell them."""
-        if self._plan is None:
+        if not self._context.groups.is_last_stage:
             return None, None
         try:
+            self._count_evaluation()
+            if self._plan is None:
+                return None, None
             counts = pack_step_counts(
                 self._plan,
                 self._context.objective,

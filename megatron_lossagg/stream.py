@@ -39,6 +39,7 @@ class WrappedStream:
     """The wrapped iterators of one aggregator on this rank, and the step they are in."""
 
     def __init__(self) -> None:
+        self._has_hook: weakref.WeakMethod[Callable[[], bool]] | None = None
         self._active: Step | None = None
         self._has_data = False
         self._without_data: list[StreamOptions] = []
@@ -49,6 +50,15 @@ class WrappedStream:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy begins anew: steps belong to iterators of the original."""
         return WrappedStream, ()
+
+    def watch_runs(self, has_hook: Callable[[], bool]) -> None:
+        """Let a method tell whether the schedule calls us when it finalizes gradients."""
+        self._has_hook = weakref.WeakMethod(has_hook)
+
+    def sees_runs_end(self) -> bool:
+        """Whether a run of the schedule ends with a call of ours: while training, if hooked."""
+        has_hook = None if self._has_hook is None else self._has_hook()
+        return torch.is_grad_enabled() and has_hook is not None and has_hook()
 
     def wrap(
         self,
@@ -72,6 +82,8 @@ class WrappedStream:
         if any(it is not None for it in wrapped):
             self._has_data = True
             self._siblings.add(siblings)
+            if wrapped[-1] is not None:
+                wrapped[-1].is_last_chunk = True
         elif options not in self._without_data:
             self._without_data.append(options)
         return wrapped if isinstance(data_iterator, list | tuple) else wrapped[0]
@@ -113,6 +125,10 @@ class WrappedStream:
         if self._active is not None:
             self._active.validate(num_tokens)
 
+    def leave(self) -> None:
+        """A step that was planned otherwise runs: calls belong to no wrapped one."""
+        self._active = None
+
     def _step_without_data(self, plan_step: PlanStep, reads_iteration: bool) -> Step:
         """A step of a rank that gets its weights by broadcast; a new one after M calls."""
         options = self._options_without_data(reads_iteration)
@@ -148,8 +164,9 @@ class WrappedStream:
         if len(iterations) > 1:
             raise LossAggError(
                 f"This rank has no data and wrapped streams at iterations {sorted(iterations)}, so "
-                "it cannot tell at which one a coefficient is meant. Use one LossAggregator per "
-                "stream, or wrap an evaluated one with forward_only=True."
+                "it cannot tell at which one a coefficient is meant. Wrap each stream once, with a "
+                "function that gives its current iteration, and an evaluated one with "
+                "forward_only=True; other streams need a LossAggregator of their own."
             )
         return suited[0]
 
@@ -170,7 +187,7 @@ class _Siblings:
         self.num_restarts = 0
         self._index_at_restart = -1
         self._last_index = -1
-        self._last_run: ScheduleRun | None = None
+        self._runs: dict[int, ScheduleRun | None] = {}
         self._plan_step = plan_step
         self._sources: dict[int, _Source] = {}
         self._steps: dict[int, Step] = {}
@@ -200,7 +217,8 @@ class _Siblings:
             self._steps[index] = self._plan_step(self.options, known, num_microbatches)
             self._steps.pop(index - 2, None)
             self._last_index = index
-            self._last_run = ScheduleRun.current()
+            self._runs[index] = ScheduleRun.current()
+            self._runs.pop(index - 2, None)
         step = self._steps[index]
         if step.num_microbatches != num_microbatches:
             raise LossAggError(
@@ -215,6 +233,10 @@ class _Siblings:
         self.num_restarts += 1
         self._index_at_restart = self._last_index
 
+    def was_left(self, index: int, run: ScheduleRun | None) -> bool:
+        """Whether another chunk has begun step `index` in a run that an exception ended."""
+        return self.stream.sees_runs_end() and has_been_left(self._runs.get(index), run)
+
     @property
     def index_at_restart(self) -> int:
         """The latest step when the chunks were restarted."""
@@ -225,7 +247,8 @@ class _Siblings:
 
         That is the step which another chunk has begun in this run already, or a new one for all.
         """
-        if self._last_run is not None and not has_been_left(self._last_run, run):
+        last_run = self._runs.get(self._last_index)
+        if last_run is not None and not has_been_left(last_run, run):
             return self._last_index - 1
         self.restart()
         return self._index_at_restart
@@ -284,6 +307,7 @@ class _WrappedIterator:
         self._microbatches: list[Microbatch] = []
         self._position = 0
         self._run: ScheduleRun | None = None
+        self.is_last_chunk = False
 
     def __iter__(self) -> _WrappedIterator:
         return self
@@ -303,7 +327,7 @@ class _WrappedIterator:
     def _leave_interrupted_step(self) -> None:
         """Go on with a whole step if an exception ended the schedule in the middle of one."""
         is_inside = 0 < self._position < self._num_microbatches
-        if is_inside and has_been_left(self._run, run := ScheduleRun.current()):
+        if is_inside and self._is_left(run := ScheduleRun.current()):
             self._step_index = self._siblings.leave_run(run)
         elif self._num_restarts != self._siblings.num_restarts:
             self._step_index = self._siblings.index_at_restart
@@ -312,11 +336,26 @@ class _WrappedIterator:
         self._num_restarts = self._siblings.num_restarts
         self._position = self._num_microbatches
 
+    def _is_left(self, run: ScheduleRun | None) -> bool:
+        """Whether an exception has ended the run in which this chunk began its step.
+
+        Where gradients are finalized by the schedule, a run that ends otherwise is seen to end.
+        Elsewhere several runs of the schedule may make one step, unless a loss is missing.
+        """
+        if not has_been_left(self._run, run):
+            return False
+        lacks_loss = self._step.computes_loss and self._step.num_loss_calls < self._position
+        return self._siblings.stream.sees_runs_end() or (self.is_last_chunk and lacks_loss)
+
     def _take(self, index: int, wanted: int, num_microbatches: int) -> list[Microbatch]:
         wanted = wanted if self._siblings.one_by_one else num_microbatches
         return self._source.take(index, wanted, num_microbatches)
 
     def _begin_step(self) -> None:
+        run = ScheduleRun.current()
+        if self._siblings.was_left(self._step_index + 1, run):
+            self._step_index = self._siblings.leave_run(run)
+            self._num_restarts = self._siblings.num_restarts
         index = self._step_index + 1
         num_microbatches = resolve_num_microbatches(self._siblings.options.num_microbatches)
         self._siblings.begin(index, self._source)
@@ -329,7 +368,7 @@ class _WrappedIterator:
         self._microbatches = microbatches  # the source's list, which grows one by one
         self._position = 0
         self._step_index = index
-        self._run = ScheduleRun.current()
+        self._run = run
 
 
 def resolve_num_microbatches(num_microbatches: NumMicrobatches) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.marks import mark_zeros
 from megatron_lossagg.modes import ModeSpec, get_mode
@@ -96,9 +99,9 @@ def weights_of_sequences(
 ) -> list[Tensor]:
     """The weights of each microbatch, [b, s] of `weight_dtype`. Does not communicate."""
     factors = sequence_weights(
-        sequences.num_tokens, spec, counts, unit_of_seq=unit_of_seq, weight_dtype=weight_dtype
+        sequences, spec, counts, unit_of_seq=unit_of_seq, weight_dtype=weight_dtype
     )
-    return [factors.spread(sequences, index) for index in range(len(sequences.sizes))]
+    return [factors.spread(index) for index in range(len(sequences.sizes))]
 
 
 @dataclass(frozen=True)
@@ -107,40 +110,56 @@ class SequenceWeights:
 
     Attributes:
         values: [N], -0.0 where a sequence has tokens of weight 0, +0.0 where it has no token.
+        sequences: whose weights they are.
         selects: whether spreading them takes a selection: a product is cheaper, but makes -0.0 or
             NaN at masked tokens of sequences whose value is not a positive number.
     """
 
     values: Tensor
     selects: bool
+    sequences: Sequences
 
-    def spread(self, sequences: Sequences, index: int) -> Tensor:
+    @cached_property
+    def _of_microbatches(self) -> tuple[Tensor, ...]:
+        return self.values.split(self.sequences.sizes)  # once: a step has thousands
+
+    def spread(self, index: int) -> Tensor:
         """The weights [b, s] of microbatch `index`."""
-        values = self.values.split(sequences.sizes)[index]
-        return sequences.spread(index, values, selects=self.selects)
+        values = self._of_microbatches[index]
+        return self.sequences.spread(index, values, selects=self.selects)
 
 
 def sequence_weights(
-    num_tokens: Tensor,
+    sequences: Sequences,
     spec: ModeSpec,
     counts: GlobalCounts,
     *,
     unit_of_seq: Tensor | None = None,
     times: Tensor | None = None,
     weight_dtype: torch.dtype = torch.float64,
+    device: torch.device | None = None,
 ) -> SequenceWeights:
     """The weight of a valid token of each sequence. Does not communicate.
 
     Args:
-        num_tokens: n_s, int64 [N].
+        sequences: their n_s are read; N of them.
         spec: the mode and its options.
         counts: counts of the global batch.
         unit_of_seq: int64 [N], in modes with units.
         times: a number [] to multiply by, for schedules whose finalize divides by it.
         weight_dtype: of the result; the arithmetic is float64.
+        device: where weights are made; None: where n_s are.
+
+    Raises:
+        LossAggError: a registered mode gave something else than a factor per sequence, or (on the
+            CPU) no finite number for a sequence with tokens.
     """
+    num_tokens = sequences.num_tokens
+    if device is not None:
+        num_tokens = num_tokens.to(device, non_blocking=True)
     inputs = spec.inputs(counts, num_tokens.device, unit_of_seq)
     factor = get_mode(spec.loss_agg_mode).sequence_factor(num_tokens.double(), inputs)
+    _check_factor(factor, spec.loss_agg_mode, num_tokens)
     has_tokens = num_tokens > 0
     # A factor of a sequence without tokens may be anything, also inf.
     factor = torch.where(has_tokens, factor, 0.0)
@@ -151,4 +170,27 @@ def sequence_weights(
     # On the CPU a value can be looked at without waiting for anything.
     are_positive = (values > 0) & torch.isfinite(values) | ~has_tokens
     selects = values.device.type != "cpu" or not bool(are_positive.all())
-    return SequenceWeights(values, selects)
+    return SequenceWeights(values, selects, sequences)
+
+
+def _check_factor(factor: Any, loss_agg_mode: str, num_tokens: Tensor) -> None:
+    """Raise LossAggError unless a mode gave one number per sequence, or one for all."""
+    expected = f"one float64 factor per sequence, broadcastable to [{num_tokens.numel()}]"
+    if not isinstance(factor, Tensor):
+        raise LossAggError(
+            f"loss_agg_mode={loss_agg_mode!r} gave a {type(factor).__name__}, expected {expected}."
+        )
+    if factor.shape not in ((), (1,), num_tokens.shape):
+        raise LossAggError(
+            f"loss_agg_mode={loss_agg_mode!r} gave factors of shape {tuple(factor.shape)}, "
+            f"expected {expected}: its function gets n_s as [{num_tokens.numel()}]."
+        )
+    if factor.device.type == "cpu" and num_tokens.device.type == "cpu":
+        is_wrong = (num_tokens > 0) & ~torch.isfinite(factor)
+        if bool(is_wrong.any()):
+            n_s = int(num_tokens[is_wrong.expand_as(num_tokens)][0])
+            raise LossAggError(
+                f"loss_agg_mode={loss_agg_mode!r} gave no finite factor for a sequence of {n_s} "
+                "valid tokens: its weights would make every loss NaN or inf. Mind divisions by 0 "
+                "in the function that was registered."
+            )
