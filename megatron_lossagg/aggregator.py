@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -268,7 +269,8 @@ class LossAggregator:
             forward_only: the stream is evaluated, under `torch.no_grad()`, and never trained on.
             evaluation_average: what a host gets that sums the reported pairs of several evaluated
                 steps before it divides: "steps" (default), the mean of their J, or "tokens",
-                sum_k T_k J_k / sum_k T_k. With `forward_only` alone, and in every regime the same.
+                sum_k T_k J_k / sum_k T_k. With `forward_only` alone, and in every regime the same;
+                with deferred denominators it is "tokens".
 
         Returns:
             The wrapped iterator; None for None; a list for a list.
@@ -289,12 +291,15 @@ class LossAggregator:
         )
         if not self._settings.is_deferred:
             return self._stream.wrap(data_iterator, options, self._plan_step)
-        if forward_only and self._settings.may_divide_later:
+        if forward_only and (self._settings.may_divide_later or evaluation_average == "steps"):
             raise LossAggError(
-                "denominators='deferred' divides when gradients are finalized, so it cannot "
+                "denominators='deferred' knows counts when gradients are finalized, so it cannot "
                 "evaluate. Give the evaluated stream a LossAggregator of its own, with "
-                "denominators='counted'."
+                "denominators='counted'. (Token-mean with calculate_per_token_loss on, which "
+                "Megatron divides itself, can, with evaluation_average='tokens'.)"
             )
+        if forward_only:
+            options = replace(options, pairs_by_tokens=True)
         self._finalizer.check_is_set(self.model_config)
         self.install_finalize_hook()
         return self._stream.wrap(data_iterator, options, self._plan_step, one_by_one=True)
@@ -475,6 +480,11 @@ class LossAggregator:
     def can_evaluate(self) -> bool:
         """Whether a run without gradients gives J: not if these would be divided at the end."""
         return not self._settings.may_divide_later
+
+    @property
+    def denominators(self) -> str:
+        """When counts are known: "counted" before a step, "deferred" at its end."""
+        return self._settings.denominators
 
     @property
     def weights_key(self) -> str:

@@ -185,7 +185,7 @@ def make_forward_step(
                 f"weights_key={each.weights_key!r}."
             )
     if aggregator.has_model_config:
-        _check_evaluation(evaluating)
+        _check_evaluation(evaluating, evaluation_average)
     loss_funcs = {
         is_training: make_loss_func(each, name=name, check_loss=check_loss)
         for is_training, each in ((True, aggregator), (False, evaluating))
@@ -211,7 +211,7 @@ def make_forward_step(
         for each in (aggregator, evaluating):
             each.use_model_config(config)
             _check_config(config, each)
-        _check_evaluation(evaluating)
+        _check_evaluation(evaluating, evaluation_average)
         running = streams.aggregator(is_training)
         # The schedule reads this hook from the config of its first chunk, which may be a copy.
         running.install_finalize_hook(config)
@@ -229,13 +229,17 @@ def make_forward_step(
     return forward_step
 
 
-def _check_evaluation(evaluating: LossAggregator) -> None:
+def _check_evaluation(evaluating: LossAggregator, evaluation_average: str) -> None:
     """Raise ValueError if Megatron-LM's `evaluate` would meet an aggregator that cannot."""
-    if not evaluating.can_evaluate:
+    if evaluating.denominators == "counted":
+        return
+    if not evaluating.can_evaluate or evaluation_average == "steps":
         raise ValueError(
-            "make_forward_step got an aggregator with denominators='deferred', which divides when "
-            "gradients are finalized, and Megatron-LM evaluates, too. Pass "
-            "eval_aggregator=LossAggregator(..., denominators='counted') for evaluation."
+            "make_forward_step got an aggregator with denominators='deferred', which knows counts "
+            "when gradients are finalized, and Megatron-LM evaluates, too. Pass "
+            "eval_aggregator=LossAggregator(..., denominators='counted') for evaluation. "
+            "(Token-mean with calculate_per_token_loss on can evaluate with "
+            "evaluation_average='tokens'.)"
         )
 
 

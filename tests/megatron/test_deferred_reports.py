@@ -59,10 +59,10 @@ def deferred(rank, mode, options, **further):
     )
 
 
-def run(rank, aggregator):
-    """A step; nothing is wrapped where no loss is computed."""
+def run(rank, aggregator, *, everywhere=False):
+    """A step; nothing is wrapped where no loss is computed, unless `everywhere`."""
     data = rank.stream(1)
-    if rank.is_last_stage:
+    if rank.is_last_stage or everywhere:
         data = aggregator.wrap(data, num_microbatches=rank.layout.num_microbatches)
     store, gradient = rank.run(aggregator.loss_func, data)
     return gradient, aggregator.report(store), aggregator.is_empty
@@ -85,6 +85,59 @@ def test_gradient_and_report_of_every_mode(rank_pool, layout, key, per_token):
             assert (report["one"], report["top"]) == (1.0, 3.0) and not is_empty
             assert (report["num_tokens"], report["num_seqs"]) == (40, 2)
             assert report["masked_fraction"] == pytest.approx(32 / 72)
+
+
+def _wrapped_on_every_stage(rank):
+    found = []
+    for mode, options, _ in MODES:
+        found.append(run(rank, deferred(rank, mode, options), everywhere=True))
+    return found
+
+
+@BOTH_REGIMES
+def test_stages_that_have_data_of_their_own(rank_pool, per_token):
+    """An earlier stage counts nothing, and reads the report of the last one."""
+    results = on_ranks(
+        rank_pool, _wrapped_on_every_stage, "PP=2 M=2", per_token, batch=batch("PP=2 M=2")
+    )
+    for found in results:
+        for (_, _, expected), (gradient, report, is_empty) in zip(MODES, found, strict=True):
+            assert_gradient([gradient], expected, per_token)
+            assert report["loss"] == pytest.approx(expected, rel=1e-12) and not is_empty
+
+
+def _host_pairs(rank, mode):
+    """What a host that sums pairs by itself makes of the reports."""
+    metrics = {"one": "tokens", "sum": "sum", "per_sequence": "sequences"}
+
+    def loss_fn(output, microbatch):
+        values = microbatch["losses"]
+        return prescribed_losses(output, microbatch), {
+            "one": torch.ones_like(values),
+            "sum": values,
+            "per_sequence": values,
+        }
+
+    aggregator = rank.aggregator(
+        loss_fn, loss_agg_mode=mode, metrics=metrics, denominators="deferred"
+    )
+    data = aggregator.wrap(rank.stream(1), num_microbatches=rank.layout.num_microbatches)
+    store, _ = rank.run(aggregator.loss_func, data)
+    total = torch.stack([torch.stack(list(entry.values())) for entry in store]).sum(dim=0)
+    torch.distributed.all_reduce(total)
+    return dict(zip(store[0], (total[:, 0] / total[:, 1]).tolist(), strict=True))
+
+
+@BOTH_REGIMES
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
+def test_pairs_of_a_host(rank_pool, mode, per_token):
+    """Completed when gradients are finalized, also where Megatron divides them itself."""
+    expected = {"loss": {"token-mean": 0.65}.get(mode, 13.0), "one": 1.0, "sum": 26.0}
+    expected["per_sequence"] = 13.0
+    for found in on_ranks(
+        rank_pool, _host_pairs, "D=2 M=1", per_token, mode, batch=batch("D=2 M=1")
+    ):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def _of_other_masks(rank):
@@ -157,6 +210,22 @@ def test_a_deferred_step_divides_no_other(rank_pool, layout, per_token):
             assert_gradient([gradient], expected, per_token)
 
 
+def _over_units(rank):
+    aggregator = rank.aggregator(
+        with_metrics, metrics={"one": "units", "top": "max"}, denominators="deferred"
+    )
+    try:
+        run(rank, aggregator)
+    except LossAggError as error:
+        return str(error)
+
+
+def test_units_are_refused(rank_pool):
+    """They are counted before a step; nobody waits for a rank that cannot count them."""
+    [found] = on_ranks(rank_pool, _over_units, "D=1 M=2", False, batch=batch("D=1 M=2"))
+    assert "with a metric over 'units'" in found
+
+
 def _evaluated(rank, mode):
     aggregator = rank.aggregator(loss_agg_mode=mode, denominators="deferred")
     number = rank.layout.num_microbatches
@@ -166,7 +235,8 @@ def _evaluated(rank, mode):
         return str(error)
     with torch.no_grad():
         store, _ = rank.run(aggregator.loss_func, data, forward_only=True)
-    return aggregator.can_evaluate, len(store)
+    report = aggregator.report(store)
+    return aggregator.can_evaluate, report["loss"], aggregator.is_empty
 
 
 @BOTH_REGIMES
@@ -177,6 +247,7 @@ def test_evaluation_is_refused_where_it_is_planned(rank_pool, per_token):
             rank_pool, _evaluated, "D=1 M=2", per_token, mode, batch=batch("D=1 M=2")
         )
         if per_token and mode == "token-mean":
-            assert found == (True, 2)  # Megatron's own way: n travels with each microbatch
+            # Megatron's own way: n travels with each microbatch, and `report` counts.
+            assert found == (True, pytest.approx(0.65, rel=1e-12), False)
         else:
             assert "so it cannot evaluate. Give the evaluated stream a LossAggregator" in found

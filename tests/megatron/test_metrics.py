@@ -188,6 +188,43 @@ def test_explained_variance(rank_pool, layout, planning, per_token):
         assert abs(explained - expected.item()) < 1e-8
 
 
+def bad_values(value, output, microbatch):
+    """One bad value at a valid token of the last sequence that has any."""
+    values = torch.where(microbatch["is_bad"] > 0, value, microbatch["losses"])
+    return prescribed_losses(output, microbatch), dict.fromkeys(("low", "high", "mean"), values)
+
+
+def with_bad_values(value):
+    metrics = {"low": "min", "high": "max", "mean": "tokens"}
+    loss_fn = partial(bad_values, value)
+    return {"loss_fn": loss_fn, "loss_agg_mode": "token-mean", "metrics": metrics}
+
+
+@BOTH_REGIMES
+@ALL_PLANNINGS
+@ALL_LAYOUTS
+@pytest.mark.parametrize("row", [0, 2])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (math.nan, {"low": math.nan, "high": math.nan, "mean": math.nan}),
+        (math.inf, {"high": math.inf, "mean": math.inf}),
+        (-math.inf, {"low": -math.inf, "mean": -math.inf}),
+    ],
+)
+def test_a_bad_value_shows_on_whatever_rank_it_is(
+    rank_pool, value, expected, row, layout, planning, per_token
+):
+    """NaN is the minimum and the maximum, as it is the mean; infinity is a number among others."""
+    is_bad = [[int(r == row and t == 1) for t in range(4)] for r in range(4)]
+    batch = batch_f(layout, is_bad=is_bad)
+    make = partial(with_bad_values, value)
+    _, reports = run_planned(rank_pool, batch, layout, make, planning, per_token)
+    for report in reports:
+        for name, number in expected.items():
+            assert report[name] == pytest.approx(number, nan_ok=True), (name, report)
+
+
 def of_nothing():
     """A term that trains, one that only reports, and metrics of every kind."""
     watched = LossTerm("watched", prescribed_losses, "token-mean", 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from contextlib import suppress
 from dataclasses import dataclass
@@ -231,3 +232,66 @@ def test_an_aggregator_leaves_nothing_behind(rank_pool, per_token):
         for gradient, loss in found:
             assert_gradient([gradient], J, per_token)
             assert loss == pytest.approx(J, rel=1e-12)
+
+
+# Steps of both kinds on one aggregator.
+
+
+def _evaluate_wrapped_then_train_planned(rank):
+    aggregator = rank.aggregator()
+    number = rank.layout.num_microbatches
+    data = aggregator.wrap(rank.stream(1), num_microbatches=number, forward_only=True)
+    with torch.no_grad():
+        store, _ = rank.run(aggregator.loss_func, data, forward_only=True)
+    evaluated = aggregator.report(store)["loss"]
+    empty = [{**m, "loss_mask": 0 * m["loss_mask"]} for m in rank.microbatches]
+    found = []
+    for microbatches in (rank.microbatches, empty, rank.microbatches):
+        step = aggregator.begin_step(microbatches)
+        store, gradient = rank.run(step.loss_func, step.data_iterator()[0])
+        step.validate()
+        found.append((gradient, step.report(store)["loss"], aggregator.share_is_empty()))
+    return evaluated, found
+
+
+@BOTH_REGIMES
+@pytest.mark.parametrize("layout", ["D=2 M=2", "PP=2 M=4"])
+def test_a_wrapped_evaluation_and_planned_steps(rank_pool, layout, per_token):
+    """The checks of one kind are not those of the other, and emptiness is that of the last step."""
+    for evaluated, found in on_ranks(
+        rank_pool, _evaluate_wrapped_then_train_planned, layout, per_token
+    ):
+        assert evaluated == pytest.approx(J, rel=1e-12)
+        for (gradient, loss, is_empty), expected in zip(found, (J, 0.0, J), strict=True):
+            assert_gradient([gradient], expected, per_token)
+            assert loss == pytest.approx(expected) and is_empty == (expected == 0)
+
+
+def _several_runs_make_a_step(rank):
+    """The schedule is called M times with one microbatch, and gradients finalized by hand."""
+    from megatron.core.distributed import finalize_model_grads
+
+    rank.config.finalize_model_grads_func = None
+    aggregator = rank.aggregator()
+    number = rank.layout.num_microbatches
+    wrapped = aggregator.wrap(rank.stream(1), num_microbatches=number)
+    one = dataclasses.replace(rank.layout, num_microbatches=1)
+    for chunk in rank.chunks:
+        chunk.zero_grad_buffer()
+    rank.layout, zero = one, [chunk.zero_grad_buffer for chunk in rank.chunks]
+    for chunk in rank.chunks:
+        chunk.zero_grad_buffer = lambda: None
+    for _ in range(number):
+        rank.run(aggregator.loss_func, wrapped)
+    for chunk, original in zip(rank.chunks, zero, strict=True):
+        chunk.zero_grad_buffer = original
+    finalize_model_grads(rank.chunks, torch.tensor(7, dtype=torch.int32))
+    aggregator.validate()
+    return rank.gradient(), len(list(wrapped))
+
+
+def test_several_runs_of_the_schedule_may_make_one_step(rank_pool):
+    """With the per-token flag nothing is divided per run: no microbatch is dropped between runs."""
+    [(gradient, left)] = on_ranks(rank_pool, _several_runs_make_a_step, "D=1 M=4", True)
+    assert left == 0
+    assert_gradient([gradient], J, True)

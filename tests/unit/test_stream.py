@@ -255,3 +255,38 @@ def test_rank_without_data_cannot_tell_two_streams_apart():
     aggregator.wrap(None, num_microbatches=3)
     with pytest.raises(LossAggError, match=r"streams of \[2, 3\] microbatches.*One|one LossAgg"):
         aggregator.loss_func({"loss_weights": torch.ones(1, 1)}, torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one-object", "equal-iterators"])
+@pytest.mark.parametrize("taken", [(1, 0), (2, 0), (2, 1), (1, 1)])
+def test_chunks_are_realigned_after_a_fault(taken, shared):
+    """However far each chunk had come, both go on with the same whole step."""
+    raw = iter(ones(8))
+    raws = [raw, raw] if shared else [iter(ones(8)), iter(ones(8))]
+    numbered = [({**m, "number": i} for i, m in enumerate(r)) for r in raws]
+    numbered = [numbered[0]] * 2 if shared else numbered
+    chunks = make_aggregator().wrap(numbered, num_microbatches=2)
+    schedules = type(torch)("megatron.core.pipeline_parallel.schedules")
+    code = """
+def forward_backward(chunks, taken):
+    total_num_tokens = token()
+    found = [[next(chunk)["number"] for _ in range(n)] for chunk, n in zip(chunks, taken)]
+    if found[-1] and len(found[0]) == len(found[-1]) == 2:
+        return found
+    raise ArithmeticError
+"""
+    vars(schedules).update(token=lambda: torch.zeros(1))
+    exec(code, vars(schedules))
+    aggregator_config_has_hook(chunks)
+    with pytest.raises(ArithmeticError):
+        schedules.forward_backward(chunks, taken)
+    first, second = schedules.forward_backward(chunks, (2, 2))
+    assert first == second == [2, 3]
+    first, second = schedules.forward_backward(chunks, (2, 2))
+    assert first == second == [4, 5]
+
+
+def aggregator_config_has_hook(chunks):
+    """As where the schedule finalizes gradients, so that runs are seen to end."""
+    for chunk in chunks:
+        chunk._siblings.stream.sees_runs_end = lambda: True
