@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -253,11 +253,14 @@ class WeightPlan:
         return dict(counts)
 
 
-@contextmanager
-def outside_inference_mode() -> Iterator[None]:
-    """Tensors that are made here can be used in a graph later; nothing here has one."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+def outside_inference_mode() -> AbstractContextManager[None]:
+    """Tensors that are made in this context can be used in a graph later; nothing there has one."""
+    if not torch.is_inference_mode_enabled():
+        return _NO_CONTEXT  # entering a mode costs more than what is done for a microbatch
+    return torch.inference_mode(False)
+
+
+_NO_CONTEXT = nullcontext()
 
 
 def _with_full_counts(sequences: list[Sequences], groups: ParallelGroups) -> list[Sequences]:

@@ -257,7 +257,9 @@ class Step:
         if context.sees_weights:  # a captured graph would keep those of its first step
             divisors = microbatch.get(METRIC_DIVISORS)
             divisors = self.metric_divisors if divisors is None else divisors
-        denominators = metric_denominators(weights, context, share) if divisors is None else []
+        denominators: list[Tensor | float] = []
+        if divisors is None and objective.metric_sums:
+            denominators = metric_denominators(weights, context, share)
         report = microbatch_report(
             sums,
             objective.names,
