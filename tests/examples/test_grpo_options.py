@@ -71,7 +71,7 @@ def test_values_that_are_of_no_use(setting, message):
         config_of(setting)
 
 
-@pytest.mark.parametrize("name", ["''", "..", "../x", "/tmp/x"])
+@pytest.mark.parametrize("name", ["''", "..", "../x", "/x"])
 def test_names_that_name_no_folder(name):
     with pytest.raises(ValueError, match="cannot name a folder in .*Change it, or pass --out"):
         open_run_folder(config_of(f"name={name}"), None, resume=False)

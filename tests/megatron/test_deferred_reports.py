@@ -68,16 +68,21 @@ def run(rank, aggregator, *, everywhere=False):
     return gradient, aggregator.report(store), aggregator.is_empty
 
 
-def _every_mode(rank, key):
-    return [run(rank, deferred(rank, mode, options, weights_key=key)) for mode, options, _ in MODES]
+def _every_mode(rank, key, returns):
+    return [
+        run(rank, deferred(rank, mode, options, weights_key=key, returns=returns))
+        for mode, options, _ in MODES
+    ]
 
 
-@BOTH_REGIMES
+@pytest.mark.parametrize("regime", ["R1", "R2", "R3", "R4"])
 @pytest.mark.parametrize("key", ["loss_weights", "loss_mask"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_and_report_of_every_mode(rank_pool, layout, key, per_token):
+def test_gradient_and_report_of_every_mode(rank_pool, layout, key, regime):
     """trl#7206: as gradient and from `report`, on every rank; with counts and metrics."""
-    results = on_ranks(rank_pool, _every_mode, layout, per_token, key, batch=batch(layout))
+    per_token = regime in ("R3", "R4")
+    returns = "loss" if regime in ("R1", "R4") else "loss_and_num_tokens"
+    results = on_ranks(rank_pool, _every_mode, layout, per_token, key, returns, batch=batch(layout))
     for found in results:
         for (mode, _, expected), (gradient, report, is_empty) in zip(MODES, found, strict=True):
             assert_gradient([gradient], expected, per_token)
