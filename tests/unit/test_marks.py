@@ -75,6 +75,14 @@ def test_under_compile():
     assert torch.equal(compiled(weights), 2 * MASK.float())
 
 
+@pytest.mark.parametrize("mode", ["token-mean", "zero-if-long"])
+def test_a_mask_that_holds_minus_zero(mode):
+    """Its sign is not that of a valid token of weight 0."""
+    mask = MASK.float() * torch.where(MASK > 0, 1.0, -1.0)
+    assert torch.signbit(mask).any()
+    assert torch.equal(valid_tokens(token_weights(mask, mode, COUNTS)), MASK > 0)
+
+
 def test_weights_that_became_integers():
     """Their zeros have no sign."""
     with pytest.raises(TypeError, match="expects weights in floating point, got torch.int64"):
