@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatron_lossagg.deferred import DeferredDivision, DeferredPlan, sum_over_ranks
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.finalize_hook import hook_of
+from megatron_lossagg.finalize_hook import FinalizeHook, hook_of
 from megatron_lossagg.groups import (
-    ParallelGroups,
     broadcast_from_first,
     communication_device,
+    current_groups,
 )
 from megatron_lossagg.refusals import refuse_wrappers
 from megatron_lossagg.settings import Settings
@@ -42,26 +42,27 @@ class Finalizer:
 
     def has_hook(self) -> bool:
         """Whether the schedule calls this object when it finalizes gradients."""
-        return any(hook_of(config) is not None for config in self._configs)
+        return bool(self._hooks())
 
     def enter(self, *, begins: bool = True) -> None:
         """A step begins, or computes a loss: it takes part when gradients are finalized next."""
-        for config in self._configs:
-            hook = hook_of(config)
-            if hook is not None:
-                hook.enter(self, begins=begins)
+        for hook in self._hooks():
+            hook.enter(self, begins=begins)
 
     def leave(self) -> None:
         """The step failed: it takes part in nothing."""
-        for config in self._configs:
-            hook = hook_of(config)
-            if hook is not None:
-                hook.leave(self)
+        for hook in self._hooks():
+            hook.leave(self)
+
+    def _hooks(self) -> list[FinalizeHook]:
+        """Those of the watched configs, put there where they are missing."""
+        hooks = [hook_of(config) for config in self._configs]
+        return [hook for hook in hooks if hook is not None]
 
     def _divide_in(self, model_config: Any) -> None:
         hook = hook_of(model_config)
         if hook is not None and hook.division is None and self._settings.may_divide_later:
-            hook.division = DeferredDivision(partial(_current_groups, self._settings.groups))
+            hook.division = DeferredDivision(partial(current_groups, self._settings.groups))
 
     def check_is_set(self, model_config: Any) -> None:
         """Raise LossAggError where deferred gradients would never be divided."""
@@ -144,7 +145,3 @@ class Finalizer:
             broadcast_from_first(divisors, groups.tp)
         if step is not None:
             step.divide_reports(factor, divisors)
-
-
-def _current_groups(groups: ParallelGroups | None) -> ParallelGroups:
-    return ParallelGroups.from_megatron() if groups is None else groups

@@ -154,6 +154,11 @@ class ParallelGroups:
         return _rank(self.pp) == self.pp_size - 1
 
 
+def current_groups(groups: ParallelGroups | None) -> ParallelGroups:
+    """The groups that were passed, or Megatron's of this moment."""
+    return ParallelGroups.from_megatron() if groups is None else groups
+
+
 def communication_device(group: Any, fallback: torch.device) -> torch.device:
     """The device whose tensors `group` can reduce: the current GPU under NCCL, else `fallback`."""
     if group is not None and dist.get_backend(group) == "nccl" and fallback.type != "cuda":

@@ -13,7 +13,7 @@ import torch
 from megatron_lossagg.counts import FINGERPRINT_BITS
 from megatron_lossagg.deferred import is_megatrons_own
 from megatron_lossagg.global_counts import GlobalCounts
-from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.groups import ParallelGroups, current_groups
 from megatron_lossagg.microbatch import WeightOptions, check_weights_key
 from megatron_lossagg.model_config import ConfigSource
 from megatron_lossagg.modes import ModeSpec
@@ -107,7 +107,7 @@ class Settings:
 
     def current_groups(self) -> ParallelGroups:
         """The groups that were passed, or Megatron's of this moment."""
-        return ParallelGroups.from_megatron() if self.groups is None else self.groups
+        return current_groups(self.groups)
 
     def current_contract(self) -> ScheduleContract:
         """The regime, read from the config as it is now."""
