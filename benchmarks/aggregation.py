@@ -23,7 +23,7 @@ from common import (
 from torch import Tensor
 
 from megatron_lossagg import GlobalCounts, agg_loss, token_weights
-from megatron_lossagg.loss import masked_weighted_sum
+from megatron_lossagg.weighted_sum import masked_weighted_sum
 
 METHOD = """\
 Forward and backward of the aggregation of a microbatch, float32, from token losses that require a

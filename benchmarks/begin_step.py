@@ -27,10 +27,10 @@ from common import (
 from torch import Tensor
 
 from megatron_lossagg import LossAggregator, LossTerm, ParallelGroups
-from megatron_lossagg.masks import count_rows
-from megatron_lossagg.plan import WeightPlan
+from megatron_lossagg.counts.masks import count_rows
 from megatron_lossagg.testing import RankPool
-from megatron_lossagg.testing.parallel import current_device
+from megatron_lossagg.testing.ranks.parallel import current_device
+from megatron_lossagg.weights.plan import WeightPlan
 
 TARGET = 2.0
 

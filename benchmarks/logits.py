@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron_lossagg import log_probs_and_entropy_from_logits, log_probs_from_logits
 from megatron_lossagg.testing import Layout
 from megatron_lossagg.testing.memory import peak_memory
-from megatron_lossagg.testing.parallel import current_device, initialize_model_parallel
+from megatron_lossagg.testing.ranks.parallel import current_device, initialize_model_parallel
 
 CHUNK = 32  # tokens whose logits stay in the cache, for the parts
 

@@ -26,7 +26,7 @@ from common import (
 from torch import Tensor
 
 from megatron_lossagg import GlobalCounts, LossTerm, token_losses, token_weights
-from megatron_lossagg.objective import Objective
+from megatron_lossagg.objective.objective import Objective
 from megatron_lossagg.testing.memory import peak_memory
 
 CLIP, DUAL_CLIP, KL_COEFFICIENT = 0.2, 3.0, 0.001
@@ -153,7 +153,7 @@ def verls(batch: dict[str, Any]) -> Callable[[], list[float]]:
 
 def trls(batch: dict[str, Any]) -> Callable[[], list[float]]:
     """TRL's `GRPOTrainer._compute_loss`, with an object that has what it reads of its trainer."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
     from trl_stand_in import load_trl_loss
 
     compute = load_trl_loss()

@@ -17,7 +17,7 @@ from common import alternate, keep_freed_memory, machine, markdown_table
 
 from megatron_lossagg import GlobalCounts, LossAggregator, ParallelGroups, token_weights
 from megatron_lossagg.counts import count_local, start_reduction
-from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.counts.sequences import Sequences
 from megatron_lossagg.testing import RankPool
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"

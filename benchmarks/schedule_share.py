@@ -34,8 +34,8 @@ from torch import Tensor
 from megatron_lossagg import LossAggregator
 from megatron_lossagg.counts import PendingCounts
 from megatron_lossagg.testing import Layout, RankPool, TinyGPT, build_model_chunks, token_log_probs
-from megatron_lossagg.testing.model_chunks import set_config_hooks
-from megatron_lossagg.testing.parameter_names import unwrap
+from megatron_lossagg.testing.model.model_chunks import set_config_hooks
+from megatron_lossagg.testing.model.parameter_names import unwrap
 
 LAYOUT = Layout(pp=2, dp=2, num_microbatches=8)
 HAND, CONTROL = "two lines", "two lines once more"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_lossagg.loss import where_nonzero
 from megatron_lossagg.modes import (
     check_loss_scale_factor,
     check_norm_semantics,
@@ -13,6 +12,7 @@ from megatron_lossagg.modes import (
 )
 from megatron_lossagg.plain_tensors import check_plain_tensor
 from megatron_lossagg.row_means import divided, mean_of_row_means, num_tokens_of_rows
+from megatron_lossagg.weighted_sum import where_nonzero
 
 _MODES = (
     "token-mean",

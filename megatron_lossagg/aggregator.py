@@ -10,34 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.config import LossAggConfig
-from megatron_lossagg.deferred import DeferredPlan
+from megatron_lossagg.config.loss_agg_config import LossAggConfig
+from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.finalizer import Finalizer
-from megatron_lossagg.global_counts import GlobalCounts
 from megatron_lossagg.groups import (
     ParallelGroups,
     broadcast_from_first,
     broadcast_from_last,
     communication_device,
 )
-from megatron_lossagg.measure import Measurement
-from megatron_lossagg.microbatch import METRIC_DIVISORS, Microbatch, check_microbatches
-from megatron_lossagg.model_config import AT_FIRST_STEP, ConfigSource
 from megatron_lossagg.modes import ModeSpec
-from megatron_lossagg.objective import LossFn, make_objective
-from megatron_lossagg.plan import WeightPlan
-from megatron_lossagg.schedule import ScheduleContract
-from megatron_lossagg.settings import Settings
-from megatron_lossagg.step import Step
-from megatron_lossagg.stream import StreamOptions, WrappedStream, resolve_num_microbatches
-from megatron_lossagg.terms import LossTerm, TermFn
+from megatron_lossagg.objective.objective import LossFn, make_objective
+from megatron_lossagg.objective.terms import LossTerm, TermFn
+from megatron_lossagg.schedule.contract import ScheduleContract
+from megatron_lossagg.schedule.measure import Measurement
+from megatron_lossagg.schedule.model_config import AT_FIRST_STEP, ConfigSource
+from megatron_lossagg.step.finalizer import Finalizer
+from megatron_lossagg.step.settings import Settings
+from megatron_lossagg.step.step import Step
+from megatron_lossagg.step.stream import StreamOptions, WrappedStream, resolve_num_microbatches
+from megatron_lossagg.weights.deferred import DeferredPlan
+from megatron_lossagg.weights.microbatch import METRIC_DIVISORS, Microbatch, check_microbatches
+from megatron_lossagg.weights.plan import WeightPlan
 
 
 class LossAggregator:
     """Aggregates token losses exactly, whatever the layout, inside a Megatron schedule.
 
-    J = sum over the global batch of w * l, with the weights of `modes.py`. Two ways to use it: plan
+    J = sum over the global batch of w * l, with the weights of `modes`. Two ways to use it: plan
     each step with `begin_step` when the loop has its microbatches, or `wrap` the data iterator when
     a trainer owns the schedule.
 

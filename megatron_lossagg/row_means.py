@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.loss import looking_is_free, where_nonzero
+from megatron_lossagg.weighted_sum import looking_is_free, where_nonzero
 
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _CHUNK = 128  # with 256, equal numbers round more than in `sum`
@@ -65,7 +65,7 @@ def divided(
 class _MeanOfRowMeans(torch.autograd.Function):
     """On a CPU: divides once, and writes the gradient into the copy of the mask."""
 
-    # Without `setup_context`, as in loss.py.
+    # Without `setup_context`, as in weighted_sum.py.
     @staticmethod
     def forward(ctx: Any, losses: Tensor, mask: Tensor, count: float | None) -> Tensor:
         """See `mean_of_row_means`."""

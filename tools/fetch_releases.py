@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_lossagg.testing.releases import RELEASES, FetchError, fetch
+from megatron_lossagg.testing.ranks.releases import RELEASES, FetchError, fetch
 
 
 def main() -> str | None:

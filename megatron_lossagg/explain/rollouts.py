@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.counts import GlobalCounts
+from megatron_lossagg.counts.reduction import GlobalCounts
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_lossagg.testing.global_batch import GlobalBatch
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.packed_batch import PackedBatch
-from megatron_lossagg.testing.tiny_gpt import TinyGPT
+from megatron_lossagg.testing.batch.global_batch import GlobalBatch
+from megatron_lossagg.testing.batch.packed_batch import PackedBatch
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
 
 
 def check_fits(batch: GlobalBatch | PackedBatch, layout: Layout, gpt: TinyGPT) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.testing.parameter_names import (
+from megatron_lossagg.testing.model.parameter_names import (
     named_parameters,
     sharded_dim,
     tensor_parallel_place,

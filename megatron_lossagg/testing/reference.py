@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lossagg.testing.global_batch import GlobalBatch
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.model_chunks import build_model_chunks
-from megatron_lossagg.testing.parallel import current_device, initialize_model_parallel
-from megatron_lossagg.testing.parameter_names import named_parameters
-from megatron_lossagg.testing.tiny_gpt import TinyGPT
+from megatron_lossagg.testing.batch.global_batch import GlobalBatch
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.model_chunks import build_model_chunks
+from megatron_lossagg.testing.model.parameter_names import named_parameters
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
+from megatron_lossagg.testing.ranks.parallel import current_device, initialize_model_parallel
 
 TokenLossFn = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lossagg.testing.batch.global_batch import GlobalBatch
+from megatron_lossagg.testing.batch.packed_batch import PackedBatch
 from megatron_lossagg.testing.fits import check_fits
-from megatron_lossagg.testing.global_batch import GlobalBatch
 from megatron_lossagg.testing.gradients import whole_model_gradient
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.model_chunks import build_model_chunks, set_config_hooks
-from megatron_lossagg.testing.packed_batch import PackedBatch
-from megatron_lossagg.testing.parallel import (
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.model_chunks import build_model_chunks, set_config_hooks
+from megatron_lossagg.testing.model.parameter_names import unwrap
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
+from megatron_lossagg.testing.ranks.parallel import (
     current_device,
     initialize_model_parallel,
     objects_of_current_layout,
 )
-from megatron_lossagg.testing.parameter_names import unwrap
-from megatron_lossagg.testing.tiny_gpt import TinyGPT
 
 _DEFAULT_GPT = TinyGPT()
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lossagg.testing.layer_spec import supported_arguments
-from megatron_lossagg.testing.model_chunks import model_output, token_log_probs
-from megatron_lossagg.testing.parallel import current_device
+from megatron_lossagg.testing.layout.token_positions import positions_of_ranks
+from megatron_lossagg.testing.model.layer_spec import supported_arguments
+from megatron_lossagg.testing.model.model_chunks import model_output, token_log_probs
+from megatron_lossagg.testing.ranks.parallel import current_device
 from megatron_lossagg.testing.run import StepContext, StepPlan
-from megatron_lossagg.testing.token_positions import positions_of_ranks
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.loss import where_nonzero
 from megatron_lossagg.plain_tensors import check_plain_tensor
+from megatron_lossagg.weighted_sum import where_nonzero
 
 
 def select_valid(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lossagg import groups
-from megatron_lossagg.sequences import checked_boundaries, sequence_of_positions
+from megatron_lossagg.counts.sequences import checked_boundaries, sequence_of_positions
 from megatron_lossagg.token_losses.masking import check_shape
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_lossagg import LossAggError, LossAggregator, ParallelGroups, count_global_batch
 from megatron_lossagg.counts import count_local, start_reduction
-from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.counts.sequences import Sequences
 
 TIMEOUT_S = 60
 
@@ -374,10 +374,10 @@ def test_report_that_fails_on_the_last_stage_raises_on_every_stage(rank_pool):
 
 
 def _settle(has_data):
-    from megatron_lossagg.deferred import DeferredPlan, sum_over_ranks
     from megatron_lossagg.modes import ModeSpec
-    from megatron_lossagg.plan import WeightOptions
-    from megatron_lossagg.terms import Weighting
+    from megatron_lossagg.objective.terms import Weighting
+    from megatron_lossagg.weights.deferred import DeferredPlan, sum_over_ranks
+    from megatron_lossagg.weights.plan import WeightOptions
 
     options = WeightOptions(
         (Weighting(ModeSpec("seq-mean-token-sum")),), ("weights",), torch.float64, False, 7

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_lossagg import GlobalCounts, LossAggError, LossAggregator
 from megatron_lossagg.testing import Layout
-from megatron_lossagg.testing.parallel import initialize_model_parallel
+from megatron_lossagg.testing.ranks.parallel import initialize_model_parallel
 
 
 def _message(num_tokens_given, mode):

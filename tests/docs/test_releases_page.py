@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_lossagg.testing.release_matrix import MATRIX_LAYOUTS, is_refused
-from megatron_lossagg.testing.releases import RELEASES
-from megatron_lossagg.testing.verification import ALL_REGIMES, DEFAULT_MODES, Case
+from megatron_lossagg.testing.ranks.releases import RELEASES
+from megatron_lossagg.verification.cases import ALL_REGIMES, DEFAULT_MODES, Case
+from megatron_lossagg.verification.release_matrix import MATRIX_LAYOUTS, is_refused
 
 PAGE = Path(__file__).parents[2] / "docs" / "releases.md"
 

@@ -19,8 +19,8 @@ from megatron_lm_loop import (
 
 from megatron_lossagg import LossAggError
 from megatron_lossagg.testing.gradients import relative_error
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.tiny_gpt import TinyGPT
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
 from megatron_lossagg_plugin.megatron_lm import (
     make_forward_step,
 )

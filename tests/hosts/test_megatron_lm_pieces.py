@@ -19,8 +19,8 @@ from megatron_lm_loop import (
 )
 
 from megatron_lossagg import LossAggError, LossAggregator, ParallelGroups
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.model_chunks import build_model_chunks
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.model_chunks import build_model_chunks
 from megatron_lossagg_plugin.megatron_lm import (
     broadcast_batch,
     make_forward_step,

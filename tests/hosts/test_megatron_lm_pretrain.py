@@ -14,9 +14,9 @@ import torch
 from megatron_lm_on_cpu import RELEASE, Pretraining, pretrain
 
 from megatron_lossagg import LossAggregator, slice_for_cp
-from megatron_lossagg.testing.global_batch import GlobalBatch, ragged_batch
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.releases import release_pool
+from megatron_lossagg.testing.batch.global_batch import GlobalBatch, ragged_batch
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.ranks.releases import release_pool
 from megatron_lossagg_plugin.megatron_lm import make_forward_step
 
 pytestmark = pytest.mark.conformance

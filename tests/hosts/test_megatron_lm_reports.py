@@ -22,8 +22,8 @@ from megatron_lm_loop import (
 from megatron_lossagg import LossAggError, LossAggregator
 from megatron_lossagg.testing import RankFailure
 from megatron_lossagg.testing.gradients import relative_error
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.parameter_names import unwrap
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.parameter_names import unwrap
 from megatron_lossagg_plugin.megatron_lm import make_forward_step, skip_empty_steps
 
 BOTH_REGIMES = pytest.mark.parametrize("per_token", [False, True], ids=["R1", "R3"])

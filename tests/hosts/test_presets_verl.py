@@ -13,7 +13,7 @@ from host_losses import skip_without
 from preset_batch import NUM_RANKS, PresetBatch
 
 from megatron_lossagg import LossAggConfig
-from megatron_lossagg.presets import PRESETS
+from megatron_lossagg.config.presets import PRESETS
 
 pytestmark = pytest.mark.conformance  # importing it takes long
 

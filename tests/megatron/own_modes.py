@@ -20,7 +20,7 @@ def sqrt_length_objective(losses, mask):
 
 def steps_on_rank(gpt, batch, case, plans):
     """As `case_on_rank`; importing this module registers the mode on the rank."""
-    from megatron_lossagg.testing.verification import case_on_rank
+    from megatron_lossagg.verification.cases import case_on_rank
 
     return case_on_rank(gpt, batch, case, plans)
 
@@ -28,7 +28,7 @@ def steps_on_rank(gpt, batch, case, plans):
 def reference_on_rank(gpt, batch):
     """J and its whole-model gradient."""
     from megatron_lossagg.testing import reference_gradient
-    from megatron_lossagg.testing.aggregator_plan import policy_gradient_losses
+    from megatron_lossagg.verification.aggregator_plan import policy_gradient_losses
 
     return reference_gradient(
         gpt,

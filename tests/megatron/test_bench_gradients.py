@@ -24,8 +24,8 @@ from megatron_lossagg.testing import (
     token_log_probs,
     whole_model_parameters,
 )
-from megatron_lossagg.testing.model_chunks import initialize_by_name
-from megatron_lossagg.testing.parameter_names import named_parameters
+from megatron_lossagg.testing.model.model_chunks import initialize_by_name
+from megatron_lossagg.testing.model.parameter_names import named_parameters
 
 # Sums of some thousand float64 terms in another order.
 _TOLERANCE = 1e-12

@@ -24,8 +24,8 @@ from megatron_lossagg.testing import (
     uninstall_cpu_shim,
 )
 from megatron_lossagg.testing.gradients import Shard, assemble
-from megatron_lossagg.testing.tiny_gpt import transformer_config
-from megatron_lossagg.testing.token_positions import zigzag_positions
+from megatron_lossagg.testing.layout.token_positions import zigzag_positions
+from megatron_lossagg.testing.model.tiny_gpt import transformer_config
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from test_public_reports import F_VALUES, fixture_f
 
 from megatron_lossagg import LossAggError, LossAggregator
 from megatron_lossagg.testing import RankFailure, TinyGPT
-from megatron_lossagg.testing.layout import Layout
+from megatron_lossagg.testing.layout.layout import Layout
 from megatron_lossagg.testing.run import StepPlan, run_global_batch
-from megatron_lossagg.testing.verification import (
+from megatron_lossagg.verification.cases import (
     DEFAULT_MODES,
     Case,
     run_cases,

@@ -17,10 +17,10 @@ from test_exactness import ALL_MODES, FIELDS, assert_exact
 
 from megatron_lossagg import LossAggregator, slice_for_cp
 from megatron_lossagg.testing import GlobalBatch, Layout, ragged_batch, run_global_batch
-from megatron_lossagg.testing.aggregator_plan import AggregatorPlan
+from megatron_lossagg.testing.model.scalar_model import build_scalar_chunks
 from megatron_lossagg.testing.run import StepPlan
-from megatron_lossagg.testing.scalar_model import build_scalar_chunks
-from megatron_lossagg.testing.verification import ALL_REGIMES, Case
+from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
+from megatron_lossagg.verification.cases import ALL_REGIMES, Case
 
 LONG = pytest.mark.conformance
 MODES = [

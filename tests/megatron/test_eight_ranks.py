@@ -6,7 +6,7 @@ import pytest
 from test_public_reports import assert_fixture_f
 
 from megatron_lossagg.testing import Layout, RankPool
-from megatron_lossagg.testing.verification import ALL_REGIMES, Case, run_cases
+from megatron_lossagg.verification.cases import ALL_REGIMES, Case, run_cases
 
 pytestmark = pytest.mark.conformance
 LAYOUT = "PP=2 C=2 D=2 M=2"

@@ -13,12 +13,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lossagg.testing.aggregator_plan import AggregatorPlan
-from megatron_lossagg.testing.global_batch import GlobalBatch, ragged_batch
+from megatron_lossagg.testing.batch.global_batch import GlobalBatch, ragged_batch
 from megatron_lossagg.testing.gradients import relative_error
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.tiny_gpt import TinyGPT
-from megatron_lossagg.testing.verification import (
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
+from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
+from megatron_lossagg.verification.cases import (
     ALL_REGIMES,
     DEFAULT_LAYOUTS,
     GRADIENT_BOUNDS,

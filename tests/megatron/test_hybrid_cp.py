@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossagg import LossAggError, LossAggregator
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.parallel import destroy_model_parallel, initialize_model_parallel
-from megatron_lossagg.testing.tiny_gpt import TinyGPT
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
+from megatron_lossagg.testing.ranks.parallel import (
+    destroy_model_parallel,
+    initialize_model_parallel,
+)
 
 # Lengths of the sub-samples of each data-parallel rank's packed samples; at most 8 tokens a rank,
 # so they run on 1, 2 or 4 context-parallel ranks.
@@ -95,8 +98,8 @@ def bigram_chunk(layout):
     from megatron.core.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
-    from megatron_lossagg.testing.model_chunks import set_config_hooks
-    from megatron_lossagg.testing.tiny_gpt import transformer_config
+    from megatron_lossagg.testing.model.model_chunks import set_config_hooks
+    from megatron_lossagg.testing.model.tiny_gpt import transformer_config
 
     config = transformer_config(TinyGPT(), layout, calculate_per_token_loss=True)
     config.hybrid_context_parallel = True

@@ -10,10 +10,10 @@ import torch
 from test_regimes import REGIMES
 
 from megatron_lossagg import LossAggError, LossAggregator, ParallelGroups, ScheduleContract
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.model_chunks import build_model_chunks
-from megatron_lossagg.testing.parameter_names import unwrap
-from megatron_lossagg.testing.tiny_gpt import TinyGPT
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.model_chunks import build_model_chunks
+from megatron_lossagg.testing.model.parameter_names import unwrap
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
 
 LAYOUTS = [
     "D=1 M=1",

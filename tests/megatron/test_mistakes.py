@@ -12,9 +12,9 @@ from prescribed import run
 from test_public_reports import fixture_f
 from typer.testing import CliRunner
 
-from megatron_lossagg.commands import app
-from megatron_lossagg.commands.doctor_case import DoctorCase
-from megatron_lossagg.diagnosis import diagnose
+from megatron_lossagg.cli.app import app
+from megatron_lossagg.cli.doctor.case import DoctorCase
+from megatron_lossagg.cli.doctor.diagnosis import diagnose
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.testing.run import StepPlan
 from megatron_lossagg.testing.sum_loss_plan import sliced_for_cp

@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 from own_losses import MODES, ByHand, WithPlugin, deferred, norm, run_plans, with_units
 
-from megatron_lossagg.testing.aggregator_plan import policy_gradient_losses
 from megatron_lossagg.testing.gradients import relative_error
-from megatron_lossagg.testing.layout import Layout
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
 from megatron_lossagg.testing.reference import reference_run
-from megatron_lossagg.testing.tiny_gpt import TinyGPT
-from megatron_lossagg.testing.verification import GRADIENT_BOUNDS, standard_batch
+from megatron_lossagg.verification.aggregator_plan import policy_gradient_losses
+from megatron_lossagg.verification.cases import GRADIENT_BOUNDS, standard_batch
 
 PER_TOKEN = {"R1": False, "R3": True}
 BOTH_REGIMES = pytest.mark.parametrize("regime", PER_TOKEN)

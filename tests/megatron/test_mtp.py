@@ -15,14 +15,14 @@ from own_losses import MODES, ByHand, WithPlugin, deferred, norm, run_plans, wit
 from test_moe import moe_gpt
 from test_options import RECOMPUTE
 
-from megatron_lossagg.schedule_probe import mtp_loss_is_finite_without_tokens
+from megatron_lossagg.schedule.probe import mtp_loss_is_finite_without_tokens
 from megatron_lossagg.testing import RankFailure
 from megatron_lossagg.testing.gradients import relative_error
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.model_chunks import token_log_probs
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.model_chunks import token_log_probs
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
 from megatron_lossagg.testing.reference import reference_run
-from megatron_lossagg.testing.tiny_gpt import TinyGPT
-from megatron_lossagg.testing.verification import standard_batch
+from megatron_lossagg.verification.cases import standard_batch
 
 PER_TOKEN = {"R1": False, "R3": True}
 LONG = pytest.mark.conformance

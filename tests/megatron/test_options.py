@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import pytest
 from own_losses import run_plans, set_grad_scale
 
-from megatron_lossagg.testing.aggregator_plan import AggregatorPlan, policy_gradient_losses
 from megatron_lossagg.testing.gradients import relative_error
-from megatron_lossagg.testing.layout import Layout
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
 from megatron_lossagg.testing.reference import reference_run
-from megatron_lossagg.testing.tiny_gpt import TinyGPT
-from megatron_lossagg.testing.verification import GRADIENT_BOUNDS, LOSS_BOUND, standard_batch
+from megatron_lossagg.verification.aggregator_plan import AggregatorPlan, policy_gradient_losses
+from megatron_lossagg.verification.cases import GRADIENT_BOUNDS, LOSS_BOUND, standard_batch
 
 PER_TOKEN = {"R1": False, "R2": False, "R3": True, "R4": True}
 RETURNS = {"R1": "auto", "R2": "loss_and_num_tokens", "R3": "auto", "R4": "loss"}

@@ -11,11 +11,11 @@ import pytest
 from pairs import all_pairs
 
 from megatron_lossagg import register_mode
-from megatron_lossagg.mode_registry import _MODES
 from megatron_lossagg.modes import get_mode
+from megatron_lossagg.modes.registry import _MODES
 from megatron_lossagg.testing import Layout, RankFailure, TinyGPT, relative_error
-from megatron_lossagg.testing.aggregator_plan import AggregatorPlan
-from megatron_lossagg.testing.verification import (
+from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
+from megatron_lossagg.verification.cases import (
     ALL_REGIMES,
     GRADIENT_BOUNDS,
     Case,
@@ -79,7 +79,7 @@ def _altered():
     import torch
 
     from megatron_lossagg import LossAggregator
-    from megatron_lossagg.testing.parallel import initialize_model_parallel
+    from megatron_lossagg.testing.ranks.parallel import initialize_model_parallel
 
     initialize_model_parallel(Layout(dp=2))
     from types import SimpleNamespace

@@ -29,17 +29,17 @@ from megatron_lossagg.testing import (
     run_global_batch,
     token_log_probs,
 )
-from megatron_lossagg.testing.aggregator_plan import AggregatorPlan
-from megatron_lossagg.testing.cp_conventions import CP_GRADIENTS
-from megatron_lossagg.testing.packed_batch import PACKED_FORMS
-from megatron_lossagg.testing.token_positions import positions_of_ranks, sequence_of_token
-from megatron_lossagg.testing.verification import (
+from megatron_lossagg.testing.batch.packed_batch import PACKED_FORMS
+from megatron_lossagg.testing.layout.token_positions import positions_of_ranks, sequence_of_token
+from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
+from megatron_lossagg.verification.cases import (
     DEFAULT_LAYOUTS,
     DEFAULT_MODES,
     Case,
     run_cases,
     standard_batch,
 )
+from megatron_lossagg.verification.cp_conventions import CP_GRADIENTS
 
 LONG = pytest.mark.conformance
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lossagg.testing.aggregator_plan import AggregatorPlan
-from megatron_lossagg.testing.faults import fault_names
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.verification import Case, run_cases
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
+from megatron_lossagg.verification.cases import Case, run_cases
+from megatron_lossagg.verification.faults import fault_names
 
 # A layout in which the fault must show, and the modes that it must spoil.
 WHERE = {

@@ -48,7 +48,7 @@ F_LAYOUTS = [
 
 
 def fixture_f(layout: str, *, width=4):
-    from megatron_lossagg.testing.layout import Layout
+    from megatron_lossagg.testing.layout.layout import Layout
 
     parsed = Layout.parse(layout)
     pad = [0] * (width - 4)
@@ -142,7 +142,7 @@ def test_04b_a_context_parallel_rank_that_owns_nothing(rank_pool, per_token):
 def _stores(batch, layout, plan, per_token):
     from prescribed import run_on_rank
 
-    from megatron_lossagg.testing.layout import Layout
+    from megatron_lossagg.testing.layout.layout import Layout
 
     return run_on_rank(batch, Layout.parse(layout), plan, per_token, {})[2]
 
@@ -361,9 +361,9 @@ def _steps_of_one_aggregator(per_token):
 
     from megatron_lossagg import LossAggregator
     from megatron_lossagg.testing.gradients import whole_model_gradient
-    from megatron_lossagg.testing.layout import Layout
-    from megatron_lossagg.testing.parameter_names import unwrap
-    from megatron_lossagg.testing.scalar_model import build_scalar_chunks
+    from megatron_lossagg.testing.layout.layout import Layout
+    from megatron_lossagg.testing.model.parameter_names import unwrap
+    from megatron_lossagg.testing.model.scalar_model import build_scalar_chunks
 
     [chunk] = build_scalar_chunks(Layout(dp=2), calculate_per_token_loss=per_token)
     config = unwrap(chunk).config

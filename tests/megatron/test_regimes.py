@@ -15,8 +15,8 @@ from test_public_reports import F_LAYOUTS, F_VALUES, assert_fixture_f, fixture_f
 
 from megatron_lossagg import LossAggregator, slice_for_cp
 from megatron_lossagg.testing import RankFailure, pack_rows
-from megatron_lossagg.testing.cp_conventions import CP_GRADIENTS
 from megatron_lossagg.testing.run import StepPlan
+from megatron_lossagg.verification.cp_conventions import CP_GRADIENTS
 
 # (calculate_per_token_loss, returns)
 REGIMES = {
@@ -224,7 +224,7 @@ def test_23_units_that_straddle_ranks_and_microbatches(
     rank_pool, layout, plan_type, planning, regime
 ):
     """radixark/miles#1929: per sample 2.0, per rollout 2.25; the unit modes differ."""
-    from megatron_lossagg.testing.layout import Layout
+    from megatron_lossagg.testing.layout.layout import Layout
 
     per_token, returns = REGIMES[regime]
     parsed = Layout.parse(layout)

@@ -14,18 +14,18 @@ from releases_doc import AGREEMENTS, ENTRIES
 from test_measure import chunks_of, measured, measuring_aggregator
 
 from megatron_lossagg import LossAggError, ParallelGroups, ScheduleContract
-from megatron_lossagg.measure import measure_schedule
+from megatron_lossagg.schedule.measure import measure_schedule
 from megatron_lossagg.testing import RankFailure, RankPool
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.parameter_names import unwrap
-from megatron_lossagg.testing.release_matrix import (
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.parameter_names import unwrap
+from megatron_lossagg.testing.ranks.releases import RELEASES, imported_release, release_pool
+from megatron_lossagg.verification.cases import ALL_REGIMES, Case, References
+from megatron_lossagg.verification.release_matrix import (
     MATRIX_LAYOUTS,
     is_refused,
     matrix_cases,
     run_case,
 )
-from megatron_lossagg.testing.releases import RELEASES, imported_release, release_pool
-from megatron_lossagg.testing.verification import ALL_REGIMES, Case, References
 
 pytestmark = pytest.mark.conformance
 FOLDER = Path(__file__).parents[2] / ".releases"

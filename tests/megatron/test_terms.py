@@ -27,7 +27,7 @@ from megatron_lossagg.testing import (
     run_global_batch,
     token_log_probs,
 )
-from megatron_lossagg.testing.verification import ALL_REGIMES, GRADIENT_BOUNDS, standard_batch
+from megatron_lossagg.verification.cases import ALL_REGIMES, GRADIENT_BOUNDS, standard_batch
 
 LONG = pytest.mark.conformance
 KL_COEFFICIENT, VALUE_COEFFICIENT = 0.05, 0.5
@@ -163,7 +163,7 @@ def total_of(logits, rows):
 
 def reports_of(gpt, batch):
     """The values that every report must have, in one process."""
-    from megatron_lossagg.testing.model_chunks import build_model_chunks
+    from megatron_lossagg.testing.model.model_chunks import build_model_chunks
 
     [chunk] = build_model_chunks(gpt, Layout(), wrap_with_ddp=False)
     rows = batch.rows

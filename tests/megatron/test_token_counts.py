@@ -22,10 +22,10 @@ from test_mtp import model_losses
 
 from megatron_lossagg import LossAggregator, LossTerm, slice_for_cp
 from megatron_lossagg.testing import Layout, RankFailure
-from megatron_lossagg.testing.aggregator_plan import policy_gradient_losses
 from megatron_lossagg.testing.gradients import relative_error
 from megatron_lossagg.testing.run import StepPlan
-from megatron_lossagg.testing.verification import standard_batch
+from megatron_lossagg.verification.aggregator_plan import policy_gradient_losses
+from megatron_lossagg.verification.cases import standard_batch
 from megatron_lossagg_plugin.megatron_lm import make_forward_step
 
 BOTH_REGIMES = pytest.mark.parametrize("per_token", [False, True], ids=["R1", "R3"])

@@ -10,12 +10,12 @@ import torch
 from pairs import all_pairs
 
 from megatron_lossagg import ParallelGroups, token_losses
-from megatron_lossagg.testing.aggregator_plan import AggregatorPlan
 from megatron_lossagg.testing.gradients import relative_error
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.model_chunks import token_log_probs
-from megatron_lossagg.testing.tiny_gpt import TinyGPT
-from megatron_lossagg.testing.verification import (
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.model_chunks import token_log_probs
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
+from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
+from megatron_lossagg.verification.cases import (
     GRADIENT_BOUNDS,
     Case,
     case_on_rank,

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from megatron_lossagg import LossAggregator, slice_for_cp
-from megatron_lossagg.testing.aggregator_plan import AggregatorPlan, policy_gradient_losses
-from megatron_lossagg.testing.global_batch import GlobalBatch, ragged_batch
+from megatron_lossagg.testing.batch.global_batch import GlobalBatch, ragged_batch
 from megatron_lossagg.testing.gradients import relative_error, whole_model_parameters
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.model_chunks import build_model_chunks, token_log_probs
-from megatron_lossagg.testing.parameter_names import named_parameters, unwrap
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.model_chunks import build_model_chunks, token_log_probs
+from megatron_lossagg.testing.model.parameter_names import named_parameters, unwrap
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
 from megatron_lossagg.testing.reference import reference_gradient, reference_loss
 from megatron_lossagg.testing.run import run_global_batch
-from megatron_lossagg.testing.tiny_gpt import TinyGPT
+from megatron_lossagg.verification.aggregator_plan import AggregatorPlan, policy_gradient_losses
 
 LONG = pytest.mark.conformance  # `make conformance`
 

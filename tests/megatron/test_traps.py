@@ -18,10 +18,10 @@ from megatron_lossagg import (
 )
 from megatron_lossagg.testing import RankFailure
 from megatron_lossagg.testing.gradients import whole_model_gradient
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.parallel import initialize_model_parallel
-from megatron_lossagg.testing.parameter_names import unwrap
-from megatron_lossagg.testing.scalar_model import build_scalar_chunks
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.parameter_names import unwrap
+from megatron_lossagg.testing.model.scalar_model import build_scalar_chunks
+from megatron_lossagg.testing.ranks.parallel import initialize_model_parallel
 
 BOTH_REGIMES = pytest.mark.parametrize("per_token", [False, True], ids=["R1", "R3"])
 LOSSES = [[1, 2, 3, 4], [6, 9, 9, 9], [2, 2, 9, 9], [5, 7, 9, 9]]

@@ -9,11 +9,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from megatron_lossagg.commands import app
-from megatron_lossagg.commands.verify_config import VerifyConfig
-from megatron_lossagg.commands.verify_table import Outcome, print_table
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.verification import Case, CaseResult, ModeResult, default_cases
+from megatron_lossagg.cli.app import app
+from megatron_lossagg.cli.verify.config import VerifyConfig
+from megatron_lossagg.cli.verify.table import Outcome, print_table
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.verification.cases import Case, CaseResult, ModeResult, default_cases
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

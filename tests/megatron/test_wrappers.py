@@ -8,11 +8,11 @@ from test_public_reports import fixture_f
 from test_regimes import REGIMES
 
 from megatron_lossagg import LossAggError, LossAggregator, ParallelGroups, ScheduleContract
-from megatron_lossagg.testing.layout import Layout
-from megatron_lossagg.testing.model_chunks import set_config_hooks
-from megatron_lossagg.testing.parallel import initialize_model_parallel
-from megatron_lossagg.testing.tiny_gpt import TinyGPT, transformer_config
-from megatron_lossagg.testing.verification import Case, run_cases
+from megatron_lossagg.testing.layout.layout import Layout
+from megatron_lossagg.testing.model.model_chunks import set_config_hooks
+from megatron_lossagg.testing.model.tiny_gpt import TinyGPT, transformer_config
+from megatron_lossagg.testing.ranks.parallel import initialize_model_parallel
+from megatron_lossagg.verification.cases import Case, run_cases
 
 LONG = pytest.mark.conformance
 FSDP2, MEGATRON_FSDP = "TorchFullyShardedDataParallel", "FullyShardedDataParallel"
@@ -41,7 +41,7 @@ def wrapper_and_config(kind):
 
 def wrapped_stage(layout, kind, per_token):
     """One stage of one number in a wrapper, its config and the groups."""
-    from megatron_lossagg.measure import stage_of
+    from megatron_lossagg.schedule.measure import stage_of
 
     initialize_model_parallel(layout)
     sizes = TinyGPT(num_layers=4, hidden_size=1, num_heads=1, dtype=torch.float32)

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import settings
 
-from megatron_lossagg import compiler
+from megatron_lossagg.objective.compile import compiler
 
 # The same examples in every run, no deadline on a busy machine.
 settings.register_profile(

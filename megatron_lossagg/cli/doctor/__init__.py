@@ -1,0 +1,1 @@
+"""`megatron-lossagg doctor`: which factors meet a loss here."""

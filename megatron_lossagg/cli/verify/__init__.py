@@ -1,0 +1,1 @@
+"""`megatron-lossagg verify`: the loss against the reference, on this machine."""

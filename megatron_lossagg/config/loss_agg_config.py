@@ -1,0 +1,204 @@
+"""`LossAggConfig`: the plugin's options as a frozen dataclass and as YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_lossagg.config.presets import preset_options
+from megatron_lossagg.config.term_config import TermConfig
+from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.objective.terms import LossTerm
+from megatron_lossagg.schedule.contract import check_options
+from megatron_lossagg.typed_fields import check_flags, check_keys, read_dataclass, read_value
+from megatron_lossagg.weights.microbatch import check_weights_key
+from megatron_lossagg.weights.token_weights import WEIGHT_DTYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossAggConfig:
+    """Options of `LossAggregator`, checked when built. Same names and meanings as its arguments."""
+
+    loss_agg_mode: str | None = None
+    """One of `modes.mode_names()`; with `terms` each term has its own."""
+
+    terms: tuple[TermConfig, ...] = ()
+    """The summands of the objective; in YAML a list of mappings. Beside the key `preset` a term has
+    the preset's mode and options unless it says otherwise; see `presets`."""
+
+    loss_scale_factor: float | None = None
+    """L; required by `seq-mean-token-sum-norm`."""
+
+    norm_semantics: str = "sum"
+    """"sum" (1/L) or "seq-mean" (1/(B*L))."""
+
+    sequence_count: str = "valid"
+    """B and U count "valid" sequences and units, or "nominal" ones."""
+
+    cp_gradient: str = "local"
+    """"local", "replicated-value" or "gathered"."""
+
+    returns: str = "auto"
+    """"auto", "loss" or "loss_and_num_tokens"."""
+
+    weights_key: str = "loss_weights"
+    """The field of a microbatch that carries the weights."""
+
+    weight_dtype: str = "float32"
+    """"float32", "float64" or "bfloat16"."""
+
+    masks_are_cp_sliced: bool = False
+    """Whether microbatches hold this context-parallel rank's part of each mask."""
+
+    contract: str = "detect"
+    """"detect" or "measure"."""
+
+    denominators: str = "counted"
+    """"counted" or "deferred"."""
+
+    report_counts: bool = False
+    """Whether reports tell num_tokens, num_seqs, response_length and masked_fraction."""
+
+    compile: bool = False
+    """Whether the loss of a microbatch runs through `torch.compile`."""
+
+    def __post_init__(self) -> None:
+        self._check_mode_or_terms()
+        check_options(
+            returns=self.returns,
+            cp_gradient=self.cp_gradient,
+            contract=self.contract,
+            denominators=self.denominators,
+        )
+        check_weights_key(self.weights_key)
+        check_flags(
+            masks_are_cp_sliced=self.masks_are_cp_sliced,
+            report_counts=self.report_counts,
+            compile=self.compile,
+        )
+        if not isinstance(self.weight_dtype, str) or self.weight_dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"weight_dtype={self.weight_dtype!r} does not exist; expected one of "
+                f"{', '.join(WEIGHT_DTYPES)}."
+            )
+
+    def _check_mode_or_terms(self) -> None:
+        if self.loss_agg_mode is not None:
+            if self.terms:
+                raise ValueError("Pass loss_agg_mode or terms, not both: each term has its mode.")
+            spec = ModeSpec(
+                self.loss_agg_mode, self.loss_scale_factor, self.norm_semantics, self.sequence_count
+            )
+            object.__setattr__(self, "loss_scale_factor", spec.loss_scale_factor)  # a plain float
+        elif not self.terms:
+            raise ValueError(
+                "LossAggConfig needs 'loss_agg_mode', for example 'token-mean', or 'terms'."
+            )
+        terms = read_value(tuple[TermConfig, ...], self.terms, "terms")
+        object.__setattr__(self, "terms", terms)
+        defaults = {"loss_scale_factor": None, "norm_semantics": "sum", "sequence_count": "valid"}
+        given = [name for name, value in defaults.items() if getattr(self, name) != value]
+        if self.terms and given:
+            raise ValueError(
+                f"{', '.join(given)} cannot be given beside terms: each term has its own."
+            )
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> LossAggConfig:
+        """The options that reproduce a paper or a host framework; see `presets.PRESETS`.
+
+            LossAggConfig.preset("dr_grpo", loss_scale_factor=4096)
+            LossAggConfig.preset("verl-2026-08", loss_agg_mode="seq-mean-token-mean")
+
+        Args:
+            name: one of `presets.preset_names()`.
+            **overrides: further options. What defines the preset cannot be changed, except by a
+                term for itself; see `presets`.
+
+        Raises:
+            ValueError: an unknown preset, one that is refused and why, a missing or another option.
+        """
+        return cls.from_dict({**overrides, "preset": name})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "") -> LossAggConfig:
+        """Build one from a mapping, whose numbers and flags may be text; see `typed_fields`.
+
+        The key `preset` names a preset, which the other keys complete.
+
+        Args:
+            values: options by name.
+            where: their place in a larger mapping, for messages.
+
+        Raises:
+            ValueError: unknown or missing options, or a value that is of no use.
+        """
+        check_keys(values, ("preset", *(field.name for field in fields(cls))), where)
+        if "preset" in values:
+            options = {key: value for key, value in values.items() if key != "preset"}
+            values = preset_options(values["preset"], options)
+        return read_dataclass(cls, values, where)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> LossAggConfig:
+        """Read a YAML file: the options at its top level, or under the key `loss_agg`.
+
+        Needs PyYAML (the extra `config`).
+
+        Raises:
+            ValueError: the path, and what is wrong with the file.
+        """
+        import yaml
+
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            values = yaml.safe_load(text)
+            if isinstance(values, Mapping) and "loss_agg" in values:
+                values = values["loss_agg"]
+            return cls.from_dict(values)
+        except (TypeError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options as plain values."""
+        return asdict(self) | {"terms": [asdict(term) for term in self.terms]}
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Write all options to a YAML file that `from_yaml` reads back. Needs PyYAML."""
+        import yaml
+
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+
+    def aggregator_arguments(self) -> dict[str, Any]:
+        """The keyword arguments for `LossAggregator`, without terms: these need functions."""
+        values = self.to_dict() | {"weight_dtype": WEIGHT_DTYPES[self.weight_dtype]}
+        del values["terms"]
+        return values
+
+    @property
+    def main_spec(self) -> ModeSpec:
+        """The mode; with terms that of the first."""
+        options: Any = self.terms[0] if self.terms else self
+        return ModeSpec(
+            options.loss_agg_mode,
+            options.loss_scale_factor,
+            options.norm_semantics,
+            options.sequence_count,
+        )
+
+    def loss_terms(self, loss_fns: Any) -> list[LossTerm]:
+        """The terms with their functions, given as a mapping by name.
+
+        Raises:
+            ValueError: a term without a function, or a function without a term.
+        """
+        names = [term.name for term in self.terms]
+        if not isinstance(loss_fns, Mapping) or set(loss_fns) != set(names):
+            given = sorted(loss_fns) if isinstance(loss_fns, Mapping) else type(loss_fns).__name__
+            raise ValueError(
+                f"The terms are {', '.join(names)}, but loss_fns has {given}; pass a mapping with "
+                "one function per term."
+            )
+        return [term.with_loss_fn(loss_fns[term.name]) for term in self.terms]

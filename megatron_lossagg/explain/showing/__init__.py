@@ -1,0 +1,1 @@
+"""An explanation in a terminal, a picture or a page."""

@@ -1,0 +1,1 @@
+"""Token losses times weights: the sums of a microbatch."""

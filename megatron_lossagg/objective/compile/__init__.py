@@ -1,0 +1,1 @@
+"""The same sums through `torch.compile`, with the gradient in one pass."""

@@ -1,0 +1,1 @@
+"""One optimizer step: planned, run, checked, reported."""

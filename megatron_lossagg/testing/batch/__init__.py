@@ -1,0 +1,1 @@
+"""Global batches, padded and packed."""

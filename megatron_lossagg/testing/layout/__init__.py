@@ -1,0 +1,1 @@
+"""How a batch is spread over ranks."""

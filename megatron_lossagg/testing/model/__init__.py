@@ -1,0 +1,1 @@
+"""A small GPT, its chunks and its parameters."""

@@ -1,0 +1,1 @@
+"""The real Megatron on CPU ranks: processes, groups, releases."""

@@ -1,0 +1,1 @@
+"""The plugin held against the one-process reference on the bench."""
