@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lossagg.counts.agreement import describe_differences
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.counts.sequences import Sequences
 from megatron_lossagg.counts.units import LocalUnits
@@ -88,14 +89,26 @@ def sum_local(vectors: Sequence[Tensor], fingerprint: int) -> Tensor:
 
 
 class PendingCounts:
-    """Counts whose all-reduce may still be running."""
+    """Counts whose all-reduce may still be running.
+
+    Args:
+        vector: int64 [VECTOR_LENGTH], being summed.
+        group: over which; None where this rank cannot ask the others.
+        unit_counts: by mask slot int64 [2, U], being summed.
+        works: what is under way.
+    """
 
     def __init__(
-        self, vector: Tensor, unit_counts: dict[int, Tensor] | None, works: list[Any]
+        self,
+        vector: Tensor,
+        group: Any = None,
+        unit_counts: Mapping[int, Tensor] | None = None,
+        works: Sequence[Any] = (),
     ) -> None:
         self._vector = vector
+        self._group = group
         self._unit_counts = unit_counts or {}
-        self._works = works
+        self._works = list(works)
 
     def wait(self, slot: int = 0) -> GlobalCounts:
         """The counts of a mask. Under NCCL this orders streams and does not block the host."""
@@ -120,19 +133,25 @@ class PendingCounts:
         self.wait()
         return int(self._vector[_RANKS])
 
-    def check(self) -> None:
+    def check(self, identity: Mapping[str, str] | None = None) -> None:
         """Raise LossAggError if ranks were configured differently or a mask held other values.
 
-        Reads the vector on the host, so it waits for the device.
+        Reads the vector on the host, so it waits for the device. Only where fingerprints differ,
+        which every rank of the group then knows: an all-gather of `identity` over that group.
+
+        Args:
+            identity: the options of this rank, of which its fingerprint was made.
         """
         self.wait()
         header = self._vector[:_HEADER].tolist()
         if header[_FINGERPRINT_SQUARED] * header[_RANKS] != header[_FINGERPRINT] ** 2:
+            how = "tensor-parallel rank 0 says in what"
+            if identity is not None and self._group is not None:
+                how = describe_differences(identity, self._group)
             raise LossAggError(
-                "The data-parallel ranks were configured differently (loss_agg_mode, "
-                "loss_scale_factor, norm_semantics, sequence_count, cp_gradient or the return "
-                "convention): their weights would not belong to one objective. Build "
-                "LossAggregator with the same arguments on every rank."
+                f"The data-parallel ranks were configured differently: {how}. Their weights would "
+                "not belong to one objective. Build LossAggregator with the same arguments on "
+                "every rank, and begin the same step on all of them."
             )
         if header[_BAD_UNIT_IDS] > 0:
             raise LossAggError(
@@ -158,7 +177,8 @@ def start_reduction(local: LocalCounts, groups: ParallelGroups) -> PendingCounts
         stacked = torch.stack(list(units.values())).to(device)
         works.append(all_reduce_sum(stacked, groups.dp, async_op=True))
         unit_counts = dict(zip(units, stacked.unbind(), strict=True))
-    return PendingCounts(vector, unit_counts, [work for work in works if work is not None])
+    under_way = [work for work in works if work is not None]
+    return PendingCounts(vector, groups.dp, unit_counts, under_way)
 
 
 def held_place(name: str, slot: int) -> int:

@@ -45,7 +45,7 @@ class WeightOptions:
         weights_keys: for each of them the field of a microbatch that carries its weights.
         weight_dtype: their dtype.
         times_num_tokens: carry T * w instead of w, T the tokens of `loss_mask`.
-        fingerprint: a number that is equal on ranks configured alike.
+        identity: by option what must be equal on all ranks, as text.
         masks_are_cp_sliced: masks are this context-parallel rank's part already.
         metrics: the metrics that are sums, which are divided by counts.
         keeps_mask: no term uses `loss_mask`: the field keeps the mask, and no weights.
@@ -55,7 +55,7 @@ class WeightOptions:
     weights_keys: tuple[str, ...]
     weight_dtype: torch.dtype
     times_num_tokens: bool
-    fingerprint: int
+    identity: Mapping[str, str]
     masks_are_cp_sliced: bool = False
     metrics: tuple[Metric, ...] = ()
     keeps_mask: bool = False
@@ -111,11 +111,6 @@ def masks_to_count(
             "microbatches, or to none."
         )
     return (MAIN_MASK, *mask_keys) if any(have_it) else mask_keys
-
-
-def fingerprint_of_step(options: WeightOptions, mask_keys: tuple[str, ...]) -> int:
-    """Also differs between ranks whose batches have a `loss_mask` and others."""
-    return options.fingerprint ^ (mask_keys[0] == MAIN_MASK)
 
 
 def tells_num_tokens(microbatch: Microbatch, options: WeightOptions) -> bool:

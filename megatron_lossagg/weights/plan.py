@@ -1,20 +1,16 @@
-"""The plan of one optimizer step: counts under way, weights on demand."""
+"""`WeightPlan`: a step that is counted before it runs, or whose counts are given."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.counts.reduction import (
     NUM_HELD,
-    GlobalCounts,
-    PendingCounts,
     check_given_counts,
     count_local,
     held_place,
@@ -23,26 +19,22 @@ from megatron_lossagg.counts.reduction import (
 from megatron_lossagg.counts.sequences import Sequences
 from megatron_lossagg.counts.units import LocalUnits
 from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communication_device
-from megatron_lossagg.objective.terms import MAIN_MASK, Weighting
-from megatron_lossagg.weights.metrics import metric_divisors
+from megatron_lossagg.objective.terms import Weighting
 from megatron_lossagg.weights.microbatch import (
     Microbatch,
     WeightOptions,
-    carry_weights,
     check_microbatch,
-    fingerprint_of_step,
     masks_to_count,
-    tells_num_tokens,
-    without_counting_keys,
 )
+from megatron_lossagg.weights.step_weights import StepWeights, outside_inference_mode
 from megatron_lossagg.weights.token_weights import SequenceWeights, sequence_weights
 
 
-class WeightPlan:
+class WeightPlan(StepWeights):
     """Counts and weights of this rank's microbatches for one step.
 
     The constructor starts the all-reduce of the counts over the data-parallel group, or none if
-    `counts` are given; `microbatch` waits for it.
+    `counts` are given; `weights` waits for it.
     """
 
     def __init__(
@@ -55,75 +47,47 @@ class WeightPlan:
     ) -> None:
         for index, microbatch in enumerate(microbatches):
             check_microbatch(microbatch, index, options)
-        self._options = options
-        self._microbatches = list(microbatches)
-        self.mask_keys = masks_to_count(microbatches, options.mask_keys)
-        self._slots = {mask_key: slot for slot, mask_key in enumerate(self.mask_keys)}
-        sequences = [Sequences.of_microbatches(microbatches, key) for key in self._slots]
+        super().__init__(options, masks_to_count(microbatches, options.mask_keys))
+        sequences = [Sequences.of_microbatches(microbatches, key) for key in self.mask_keys]
         if options.masks_are_cp_sliced:
             sequences = _with_full_counts(sequences, groups)
         units = [
-            LocalUnits.of(of_mask, [m["unit_ids"] for m in self._microbatches], num_units)
+            LocalUnits.of(of_mask, [m["unit_ids"] for m in microbatches], num_units)
             if mask_key in options.masks_with_units
             else None
-            for mask_key, of_mask in zip(self._slots, sequences, strict=True)
+            for mask_key, of_mask in zip(self.mask_keys, sequences, strict=True)
         ]
-        self._local = count_local(sequences, units, fingerprint_of_step(options, self.mask_keys))
-        self._pending: PendingCounts | None = None
-        self._counts = {} if counts is None else self._checked_counts(counts)
+        self._local = count_local(sequences, units, self.fingerprint())
         if counts is None:
             self._pending = start_reduction(self._local, groups)
+        else:
+            self._counts = self._checked_counts(counts)
         self._num_parts = groups.cp_size if options.masks_are_cp_sliced else 1
         # Weights are made where the counts are, so that counts never travel back to the host.
         self._device = communication_device(groups.dp, self._local.vector.device)
-        self._weights: list[tuple[Tensor, ...] | None] = [None] * len(self._microbatches)
+        self._weights: list[tuple[Tensor, ...] | None] = [None] * len(microbatches)
         self._factors: list[SequenceWeights] = []
 
     def __len__(self) -> int:
-        return len(self._microbatches)
-
-    @property
-    def counts(self) -> GlobalCounts:
-        """Counts of `loss_mask`; waits for the all-reduce that the constructor started.
-
-        Of the first term's mask where the microbatches have no `loss_mask`, or where a driver gave
-        counts without it.
-        """
-        main, *others = self.mask_keys
-        is_known = self._pending is not None or main in self._counts
-        return self.counts_of(main if is_known else others[0])
-
-    def counts_of(self, mask_key: str) -> GlobalCounts:
-        """Counts of a mask over the global batch."""
-        if mask_key not in self._counts:
-            assert self._pending is not None
-            self._counts[mask_key] = self._pending.wait(self._slots[mask_key])
-        return self._counts[mask_key]
+        return len(self._weights)
 
     @property
     def counts_are_given(self) -> bool:
-        """Whether a driver gave the counts, so that nothing was reduced."""
+        """Whether a driver gave the counts, so that none were reduced."""
         return self._pending is None
 
-    @property
-    def counts_are_known(self) -> bool:
-        """Whether `counts` can be asked for: always, once the all-reduce has ended."""
-        return True
+    def local_vector(self) -> Tensor:
+        """This rank's counts, packed, int64 [VECTOR_LENGTH]."""
+        return self._local.vector
 
-    @property
-    def given_counts(self) -> Mapping[str, GlobalCounts]:
-        """The counts that a driver gave, by mask."""
-        return self._counts if self.counts_are_given else {}
-
-    @property
-    def held_here(self) -> Tensor:
-        """What this rank's microbatches hold, int64 [NUM_HELD], see `held_counts`."""
-        return self._local.held
+    def counted_mask(self, index: int) -> Tensor:
+        """The main mask [b, s] of one microbatch, without rows that only pad the batch."""
+        return self._local.sequences[0].counted_mask(index)
 
     def given_here(self) -> Tensor:
         """1, x and x^2 of the counts x that a driver gave, float64 [3, NUM_HELD], 0 elsewhere."""
         found = torch.zeros(3, NUM_HELD, dtype=torch.float64)
-        for mask_key, slot in self._slots.items():
+        for slot, mask_key in enumerate(self.mask_keys):
             if mask_key not in self.given_counts:
                 continue
             for name in ("num_tokens", "num_valid_seqs", "num_seqs"):
@@ -134,26 +98,21 @@ class WeightPlan:
 
     def num_positions(self) -> Tensor:
         """Positions of the main masks of the global batch; -1 where a driver gave the counts."""
-        if self._pending is None:
-            return torch.full_like(self.counts.num_tokens, -1)
-        return self._pending.num_positions * self._num_parts
-
-    @property
-    def weight_eps(self) -> float:
-        """Machine epsilon of the weights' dtype."""
-        return torch.finfo(self._options.weight_dtype).eps
+        return super().num_positions() * (1 if self.counts_are_given else self._num_parts)
 
     def check_counts(self) -> None:
         """Raise LossAggError if the counts cannot be right. Waits for the device.
 
-        Counted: ranks were configured differently. Given: smaller than what this rank holds.
+        Counted: see `StepWeights`. Given: smaller than what this rank holds.
         """
-        if self._pending is not None:
-            self._pending.check()
-            return
-        for mask_key, slot in self._slots.items():
-            if mask_key in self._counts:
+        super().check_counts()
+        for slot, mask_key in enumerate(self.mask_keys):
+            if mask_key in self.given_counts:
                 check_given_counts(self.counts_of(mask_key), self._local, slot, mask_key)
+
+    def gradient_factor(self, regime: str) -> float:
+        """1: weights are divided already."""
+        return 1.0
 
     def expected_weight_sums(self) -> Tensor:
         """Each mode's checksum, times T if weights carry it; float64, shape [num_weightings].
@@ -167,22 +126,6 @@ class WeightPlan:
             sums.append(nan if checksum is None else checksum)
         times = self._times()
         return torch.stack(sums) if times is None else torch.stack(sums) * times
-
-    def planned_weight_sums(self) -> Tensor:
-        """The sums of this rank's weights before any slicing; float64 [number of weightings]."""
-        per_microbatch = [
-            torch.stack([w.sum(dtype=torch.float64) for w in self.weights(index)])
-            for index in range(len(self))
-        ]
-        return torch.stack(per_microbatch).sum(dim=0)
-
-    @cached_property
-    def metric_divisors(self) -> Tensor | None:
-        """What metric sums are divided by, float64 [number of them]; None if there are none."""
-        if not self._options.metrics:
-            return None
-        with outside_inference_mode():
-            return metric_divisors(self._options.metrics, self.counts_of).to(self._device)
 
     def _times(self) -> Tensor | None:
         """T where finalize divides by it; it divides by nothing if T is 0."""
@@ -205,7 +148,7 @@ class WeightPlan:
 
     def _factors_of(self, weighting: Weighting, times: Tensor | None) -> SequenceWeights:
         """Of a weighting the weight of a token of each sequence."""
-        slot = self._slots[weighting.mask_key]
+        slot = self.mask_keys.index(weighting.mask_key)
         of_mask = self._local.sequences[slot]
         units = self._local.units[slot] if weighting.spec.needs_units else None
         return sequence_weights(
@@ -217,18 +160,6 @@ class WeightPlan:
             weight_dtype=self._options.weight_dtype,
             device=self._device,
         )
-
-    def microbatch(self, index: int) -> dict[str, Any]:
-        """A planned microbatch with its weights."""
-        return self.with_weights(self._microbatches[index], index)
-
-    def with_weights(self, microbatch: Microbatch, index: int) -> dict[str, Any]:
-        """A shallow copy of a microbatch with weights `index`, without fields that only count."""
-        copy = without_counting_keys(microbatch)
-        if tells_num_tokens(microbatch, self._options):
-            copy[MAIN_MASK] = self._local.sequences[0].counted_mask(index)
-        carry_weights(copy, self.weights(index), self._options)
-        return copy
 
     def _checked_counts(self, counts: Mapping[str, GlobalCounts]) -> dict[str, GlobalCounts]:
         """Given counts; raises ValueError if a mask that is needed has none."""
@@ -251,16 +182,6 @@ class WeightPlan:
                     "GlobalCounts(..., unit_num_tokens=[U], unit_num_seqs=[U])."
                 )
         return dict(counts)
-
-
-def outside_inference_mode() -> AbstractContextManager[None]:
-    """Tensors that are made in this context can be used in a graph later; nothing there has one."""
-    if not torch.is_inference_mode_enabled():
-        return _NO_CONTEXT  # entering a mode costs more than what is done for a microbatch
-    return torch.inference_mode(False)
-
-
-_NO_CONTEXT = nullcontext()
 
 
 def _with_full_counts(sequences: list[Sequences], groups: ParallelGroups) -> list[Sequences]:
