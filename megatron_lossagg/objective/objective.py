@@ -12,9 +12,10 @@ from megatron_lossagg.modes import get_mode
 from megatron_lossagg.objective.compile.compiled import CompiledSums
 from megatron_lossagg.objective.evaluation import Evaluation, Sums
 from megatron_lossagg.objective.microbatch_report import ReportNames
-from megatron_lossagg.objective.terms import MAIN_MASK, LossTerm, Weighting, distinct_masks
+from megatron_lossagg.objective.terms import LossTerm
 from megatron_lossagg.typed_fields import check_flags
 from megatron_lossagg.weights.metrics import Metric
+from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting, distinct_masks
 
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
 

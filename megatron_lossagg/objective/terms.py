@@ -8,7 +8,7 @@ Terms that share a mode and a mask share one weight tensor; all masks are counte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -16,29 +16,15 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting
 
 # A schedule gives the coefficient of an iteration.
 Coefficient = float | Callable[[int], float]
 TermFn = Callable[[Any, Mapping[str, Any]], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
 
-# Its valid tokens are what Megatron counts under `calculate_per_token_loss`.
-MAIN_MASK = "loss_mask"
 NORMALISERS = ("tokens", "sequences", "units", "sum", "min", "max")
 # Names of a report that no term or metric can have.
 RESERVED_NAMES = ("loss",)
-
-
-@dataclass(frozen=True)
-class Weighting:
-    """What a weight tensor depends on: a mode with its options, and the field of the mask."""
-
-    spec: ModeSpec
-    mask_key: str = "loss_mask"
-
-
-def distinct_masks(weightings: Sequence[Weighting]) -> tuple[str, ...]:
-    """The mask keys of weightings, each once, in their order: the main one first."""
-    return tuple(dict.fromkeys(weighting.mask_key for weighting in weightings))
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,7 @@ class LossTerm:
     loss_fn: TermFn
     loss_agg_mode: str
     coefficient: Coefficient = 1.0
-    mask_key: str = "loss_mask"
+    mask_key: str = MAIN_MASK
     loss_scale_factor: float | None = None
     norm_semantics: str = "sum"
     sequence_count: str = "valid"

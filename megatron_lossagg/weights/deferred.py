@@ -36,7 +36,6 @@ from megatron_lossagg.groups import (
     communication_device,
 )
 from megatron_lossagg.modes import undivided_counts
-from megatron_lossagg.objective.terms import MAIN_MASK, Weighting
 from megatron_lossagg.weights.metrics import metric_divisors
 from megatron_lossagg.weights.microbatch import (
     Microbatch,
@@ -50,6 +49,7 @@ from megatron_lossagg.weights.microbatch import (
 )
 from megatron_lossagg.weights.plan import outside_inference_mode
 from megatron_lossagg.weights.token_weights import weights_of_sequences
+from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting
 
 
 class DeferredPlan:

@@ -23,7 +23,6 @@ from megatron_lossagg.counts.reduction import (
 from megatron_lossagg.counts.sequences import Sequences
 from megatron_lossagg.counts.units import LocalUnits
 from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communication_device
-from megatron_lossagg.objective.terms import MAIN_MASK, Weighting
 from megatron_lossagg.weights.metrics import metric_divisors
 from megatron_lossagg.weights.microbatch import (
     Microbatch,
@@ -36,6 +35,7 @@ from megatron_lossagg.weights.microbatch import (
     without_counting_keys,
 )
 from megatron_lossagg.weights.token_weights import SequenceWeights, sequence_weights
+from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting
 
 
 class WeightPlan:
