@@ -88,9 +88,7 @@ class LossAggConfig:
         if self.loss_agg_mode is not None:
             if self.terms:
                 raise ValueError("Pass loss_agg_mode or terms, not both: each term has its mode.")
-            spec = ModeSpec(
-                self.loss_agg_mode, self.loss_scale_factor, self.norm_semantics, self.sequence_count
-            )
+            spec = self._own_spec(self.loss_agg_mode)
             object.__setattr__(self, "loss_scale_factor", spec.loss_scale_factor)  # a plain float
         elif not self.terms:
             raise ValueError(
@@ -163,7 +161,7 @@ class LossAggConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values."""
-        return asdict(self) | {"terms": [asdict(term) for term in self.terms]}
+        return asdict(self) | {"terms": [term.to_dict() for term in self.terms]}
 
     def to_yaml(self, path: str | Path) -> None:
         """Write all options to a YAML file that `from_yaml` reads back. Needs PyYAML."""
@@ -180,12 +178,17 @@ class LossAggConfig:
     @property
     def main_spec(self) -> ModeSpec:
         """The mode; with terms that of the first."""
-        options: Any = self.terms[0] if self.terms else self
+        if self.terms:
+            return ModeSpec.of(self.terms[0].loss_agg_mode, self.terms[0])
+        assert self.loss_agg_mode is not None  # one of both is given
+        return self._own_spec(self.loss_agg_mode)
+
+    def _own_spec(self, loss_agg_mode: str) -> ModeSpec:
         return ModeSpec(
-            options.loss_agg_mode,
-            options.loss_scale_factor,
-            options.norm_semantics,
-            options.sequence_count,
+            loss_agg_mode,
+            loss_scale_factor=self.loss_scale_factor,
+            norm_semantics=self.norm_semantics,
+            sequence_count=self.sequence_count,
         )
 
     def loss_terms(self, loss_fns: Any) -> list[LossTerm]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
+from megatron_lossagg.modes import ModeOptions
 from megatron_lossagg.objective.terms import LossTerm, TermFn
 from megatron_lossagg.typed_fields import read_dataclass
 
@@ -40,7 +41,7 @@ class LinearCoefficient:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TermConfig:
+class TermConfig(ModeOptions):
     """Options of `LossTerm`, checked when built. Same names and meanings as its arguments."""
 
     name: str
@@ -50,9 +51,6 @@ class TermConfig:
     iteration `iterations` on."""
 
     mask_key: str = "loss_mask"
-    loss_scale_factor: float | None = None
-    norm_semantics: str = "sum"
-    sequence_count: str = "valid"
     metrics: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,6 +58,7 @@ class TermConfig:
             schedule = read_dataclass(LinearCoefficient, self.coefficient, "coefficient")
             object.__setattr__(self, "coefficient", schedule)
         try:
+            super().__post_init__()
             self.with_loss_fn(_no_function)
         except ValueError as error:
             which = "" if repr(self.name) in str(error) else f"Term {self.name!r}: "
@@ -67,7 +66,13 @@ class TermConfig:
 
     def with_loss_fn(self, loss_fn: TermFn) -> LossTerm:
         """The term with its function."""
-        return LossTerm(loss_fn=loss_fn, **asdict(self) | {"coefficient": self.coefficient})
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        return LossTerm(loss_fn=loss_fn, **options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options as plain values."""
+        values = asdict(self) | self.mode_options
+        return {"name": values.pop("name"), "loss_agg_mode": values.pop("loss_agg_mode")} | values
 
 
 def _no_function(output: Any, microbatch: Mapping[str, Any]) -> Tensor:

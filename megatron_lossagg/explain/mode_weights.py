@@ -76,9 +76,9 @@ def weigh(rollouts: Rollouts, labels: Sequence[str], loss_scale_factor: float) -
     for label in labels:
         _check_label(label, rollouts.group_of_seq is not None)
         name, _, semantics = label.partition("/")
-        spec = ModeSpec(name, loss_scale_factor, semantics or "sum")
+        spec = ModeSpec(name, loss_scale_factor=loss_scale_factor, norm_semantics=semantics or None)
         units = rollouts.group_of_seq if spec.needs_units else None
-        factor = get_mode(name).sequence_factor(n_s, spec.inputs(counts, device, units))
+        factor = spec.mode.sequence_factor(n_s, spec.inputs(counts, device, units))
         of_token = torch.where(rollouts.num_tokens > 0, factor, torch.zeros_like(n_s))
         of_sequence = of_token * n_s
         if not 0 < float(of_sequence.sum()) < float("inf"):

@@ -23,6 +23,15 @@ The weight is the same for every valid token of a sequence, so a mode is a funct
 factor per sequence. A count of zero gives a weight of zero, never a division by zero.
 """
 
+from megatron_lossagg.modes.options import (
+    NORM_SEMANTICS,
+    SEQUENCE_COUNTS,
+    ModeOptions,
+    NormSemantics,
+    SequenceCount,
+    check_loss_scale_factor,
+    check_norm_semantics,
+)
 from megatron_lossagg.modes.registry import (
     IMPORT_VARIABLE,
     OWN_MODES_HINT,
@@ -33,14 +42,7 @@ from megatron_lossagg.modes.registry import (
     registered_by,
     registered_names,
 )
-from megatron_lossagg.modes.spec import (
-    NORM_SEMANTICS,
-    SEQUENCE_COUNTS,
-    ModeSpec,
-    check_loss_scale_factor,
-    check_norm_semantics,
-    undivided_counts,
-)
+from megatron_lossagg.modes.spec import ModeSpec, undivided_counts
 from megatron_lossagg.modes.table import AggregationMode, ModeInputs, reciprocal_or_zero
 
 __all__ = [
@@ -50,7 +52,10 @@ __all__ = [
     "SEQUENCE_COUNTS",
     "AggregationMode",
     "ModeInputs",
+    "ModeOptions",
     "ModeSpec",
+    "NormSemantics",
+    "SequenceCount",
     "check_loss_scale_factor",
     "check_norm_semantics",
     "get_mode",

@@ -2,80 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from numbers import Real
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lossagg.counts.global_counts import GlobalCounts
+from megatron_lossagg.modes.options import ModeOptions, NormSemantics, SequenceCount
 from megatron_lossagg.modes.registry import get_mode
-from megatron_lossagg.modes.table import ModeInputs
-
-SEQUENCE_COUNTS = ("valid", "nominal")
-NORM_SEMANTICS = ("sum", "seq-mean")
-
-
-def check_norm_semantics(norm_semantics: str) -> None:
-    """Raise ValueError unless `norm_semantics` is one of `NORM_SEMANTICS`."""
-    if norm_semantics not in NORM_SEMANTICS:
-        raise ValueError(
-            f"norm_semantics={norm_semantics!r} does not exist; expected 'sum' (masked sum / L, "
-            "verl up to 0.7) or 'seq-mean' (masked sum / (B * L), verl since 2026-02 and TRL "
-            "dr_grpo)."
-        )
-
-
-def check_loss_scale_factor(loss_scale_factor: float) -> None:
-    """Raise unless L is a number above zero whose reciprocal a float32 weight can hold."""
-    if isinstance(loss_scale_factor, bool) or not isinstance(loss_scale_factor, Real):
-        raise TypeError(
-            f"loss_scale_factor must be a number, got {loss_scale_factor!r} of type "
-            f"{type(loss_scale_factor).__name__}."
-        )
-    if not 1e-30 <= loss_scale_factor <= 1e30:
-        raise ValueError(
-            f"loss_scale_factor={loss_scale_factor} cannot divide a loss; pass a finite number > "
-            "0 (and within 1e-30 to 1e30), usually the maximum response length."
-        )
+from megatron_lossagg.modes.table import AggregationMode, ModeInputs
 
 
 @dataclass(frozen=True)
-class ModeSpec:
-    """A mode with the options that fix its weights; validated when built.
+class ModeSpec(ModeOptions):
+    """A mode with the options that fix its weights, checked when built. Every option has its value.
+
+    Specs are equal, hash and print by the mode's name and the options, and are pickled so: a mode
+    may hold lambdas.
 
     Attributes:
         loss_agg_mode: name of the mode.
-        loss_scale_factor: L of `seq-mean-token-sum-norm` (required there), a number > 0.
-        norm_semantics: "sum" or "seq-mean"; only `seq-mean-token-sum-norm` reads it.
-        sequence_count: which sequences are B: "valid" (n_s > 0) or "nominal" (every row that
-            `sample_mask` does not mark as padding); and which units are U: "valid" (T_u > 0) or
-            "nominal" (every one of the `num_units`).
+        mode: the mode itself.
     """
 
     loss_agg_mode: str
-    loss_scale_factor: float | None = None
-    norm_semantics: str = "sum"
-    sequence_count: str = "valid"
+    mode: AggregationMode = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        get_mode(self.loss_agg_mode)
-        check_norm_semantics(self.norm_semantics)
-        if self.sequence_count not in SEQUENCE_COUNTS:
-            raise ValueError(
-                f"sequence_count={self.sequence_count!r} does not exist; expected 'valid' or "
-                "'nominal'."
-            )
-        if self.loss_scale_factor is not None:
-            check_loss_scale_factor(self.loss_scale_factor)
-            # 4, 4.0 and numpy's 4 are one configuration: ranks compare specs by their text.
-            object.__setattr__(self, "loss_scale_factor", float(self.loss_scale_factor))
-        elif self.loss_agg_mode == "seq-mean-token-sum-norm":
+        object.__setattr__(self, "mode", get_mode(self.loss_agg_mode))
+        super().__post_init__()
+        if self.norm_semantics is None:
+            object.__setattr__(self, "norm_semantics", NormSemantics.SUM)
+        if self.sequence_count is None:
+            object.__setattr__(self, "sequence_count", SequenceCount.VALID)
+        if self.loss_scale_factor is None and self.loss_agg_mode == "seq-mean-token-sum-norm":
             raise ValueError(
                 "loss_agg_mode='seq-mean-token-sum-norm' needs loss_scale_factor, a number > 0: "
                 "the mask of a Megatron microbatch includes the prompt and padding, so its width "
                 "is no usable default. Pass the maximum response length."
             )
+
+    @classmethod
+    def of(cls, loss_agg_mode: str, options: ModeOptions) -> ModeSpec:
+        """The mode of that name with options that somebody was given."""
+        return cls(loss_agg_mode, **options.mode_options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _spec_of, (self.loss_agg_mode, self.mode_options)
 
     def inputs(
         self, counts: GlobalCounts, device: torch.device, unit_of_seq: Tensor | None = None
@@ -91,7 +65,7 @@ class ModeSpec:
             num_seqs=num_seqs.double(),
             num_valid_seqs=counts.num_valid_seqs.double(),
             loss_scale_factor=self.loss_scale_factor,
-            norm_semantics=self.norm_semantics,
+            norm_semantics=NormSemantics(self.norm_semantics),
         )
         if counts.unit_num_tokens is not None:
             num_valid_units = (counts.unit_num_tokens > 0).sum().double()
@@ -114,11 +88,11 @@ class ModeSpec:
     @property
     def needs_units(self) -> bool:
         """Whether sequences must carry `unit_ids`."""
-        return get_mode(self.loss_agg_mode).needs_units
+        return self.mode.needs_units
 
     def checksum(self, counts: GlobalCounts) -> Tensor | None:
         """The sum of all weights of the global batch, float64, shape []; None: not told by them."""
-        checksum = get_mode(self.loss_agg_mode).checksum
+        checksum = self.mode.checksum
         return None if checksum is None else checksum(self.inputs(counts, counts.num_tokens.device))
 
     def divisor(self, counts: GlobalCounts) -> Tensor | None:
@@ -126,10 +100,15 @@ class ModeSpec:
 
         Weights made with counts of 1 (`undivided_counts`) are the mode's weights times it.
         """
-        divisor = get_mode(self.loss_agg_mode).divisor
+        divisor = self.mode.divisor
         return None if divisor is None else divisor(self.inputs(counts, counts.num_tokens.device))
 
 
 def undivided_counts() -> GlobalCounts:
     """Counts of 1, with which a mode gives its weights before the division by `divisor`."""
     return GlobalCounts(1, 1, 1)  # type: ignore[arg-type]
+
+
+def _spec_of(loss_agg_mode: str, options: dict[str, Any]) -> ModeSpec:
+    """How a pickled spec is made again."""
+    return ModeSpec(loss_agg_mode, **options)

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lossagg.objective.terms import LossTerm, Weighting
+from megatron_lossagg.objective.terms import LossTerm
 from megatron_lossagg.weighted_sum import check_token_losses, masked_weighted_sum
 from megatron_lossagg.weights.marks import valid_tokens
 from megatron_lossagg.weights.metrics import Metric, check_metric, extreme_of_metric, sum_of_metric
+from megatron_lossagg.weights.weighting import Weighting
 
 
 @dataclass(frozen=True)

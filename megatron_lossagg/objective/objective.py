@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lossagg.modes import get_mode
 from megatron_lossagg.objective.compile.compiled import CompiledSums
 from megatron_lossagg.objective.evaluation import Evaluation, Sums
 from megatron_lossagg.objective.microbatch_report import ReportNames
-from megatron_lossagg.objective.terms import MAIN_MASK, LossTerm, Weighting, distinct_masks
+from megatron_lossagg.objective.terms import LossTerm
 from megatron_lossagg.typed_fields import check_flags
 from megatron_lossagg.weights.metrics import Metric
+from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting, distinct_masks
 
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
 
@@ -43,7 +43,7 @@ class Objective:
         # Made once: a mode checks its options whenever one is made.
         self._term_weightings = tuple(term.weighting for term in self.terms)
         self.metrics = tuple(
-            Metric(name, term.name, normaliser, term.sequence_count, term.mask_key)
+            Metric(name, term.name, normaliser, term.spec, term.mask_key)
             for term in terms
             for name, normaliser in term.metrics.items()
         )
@@ -93,7 +93,7 @@ class Objective:
     @property
     def has_checksums(self) -> bool:
         """Whether every mode tells the sum of its weights from counts alone."""
-        return all(get_mode(w.spec.loss_agg_mode).checksum is not None for w in self.weightings)
+        return all(w.spec.mode.checksum is not None for w in self.weightings)
 
     @property
     def identity(self) -> tuple[Any, ...]:

@@ -8,41 +8,27 @@ Terms that share a mode and a mask share one weight tensor; all masks are counte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
-from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.modes import ModeOptions, ModeSpec
+from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting
 
 # A schedule gives the coefficient of an iteration.
 Coefficient = float | Callable[[int], float]
 TermFn = Callable[[Any, Mapping[str, Any]], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
 
-# Its valid tokens are what Megatron counts under `calculate_per_token_loss`.
-MAIN_MASK = "loss_mask"
 NORMALISERS = ("tokens", "sequences", "units", "sum", "min", "max")
 # Names of a report that no term or metric can have.
 RESERVED_NAMES = ("loss",)
 
 
 @dataclass(frozen=True)
-class Weighting:
-    """What a weight tensor depends on: a mode with its options, and the field of the mask."""
-
-    spec: ModeSpec
-    mask_key: str = "loss_mask"
-
-
-def distinct_masks(weightings: Sequence[Weighting]) -> tuple[str, ...]:
-    """The mask keys of weightings, each once, in their order: the main one first."""
-    return tuple(dict.fromkeys(weighting.mask_key for weighting in weightings))
-
-
-@dataclass(frozen=True)
-class LossTerm:
+class LossTerm(ModeOptions):
     """One summand of the objective.
 
     Attributes:
@@ -55,12 +41,13 @@ class LossTerm:
             `wrap`. A term of coefficient 0 is only reported: no gradient flows through it, and over
             no valid token it is NaN, as a metric is, where one that trains is 0.
         mask_key: the field of a microbatch with its mask, of the shape of `loss_mask`.
-        loss_scale_factor, norm_semantics, sequence_count: of its mode.
         metrics: name -> normaliser of what `loss_fn` returns besides, numbers or bools [b, s]:
             "tokens", "sequences" or "units" divide the sum over valid tokens by that count of the
             global batch, "sum" by nothing; "min" and "max" are over valid tokens. A metric [b] has
             one value per sequence ("sequences": their mean; "sum", "min", "max"): of rows that are
             whole sequences. Sums are float64; over no valid token a metric is NaN.
+        spec: its mode with the options; these are keyword arguments, see `ModeOptions`.
+        weighting: what its weights depend on.
 
     Raises:
         ValueError, TypeError: an unknown mode, option, normaliser, or a coefficient that is no
@@ -71,11 +58,10 @@ class LossTerm:
     loss_fn: TermFn
     loss_agg_mode: str
     coefficient: Coefficient = 1.0
-    mask_key: str = "loss_mask"
-    loss_scale_factor: float | None = None
-    norm_semantics: str = "sum"
-    sequence_count: str = "valid"
+    mask_key: str = MAIN_MASK
     metrics: Mapping[str, str] = field(default_factory=dict)
+    spec: ModeSpec = field(init=False, repr=False, compare=False)
+    weighting: Weighting = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or self.name in RESERVED_NAMES:
@@ -95,15 +81,9 @@ class LossTerm:
         if not callable(self.coefficient):
             _check_coefficient(self.name, self.coefficient)
         check_metrics(self.metrics)
-        _ = self.weighting  # checks the mode
-
-    @property
-    def weighting(self) -> Weighting:
-        """What its weights depend on."""
-        spec = ModeSpec(
-            self.loss_agg_mode, self.loss_scale_factor, self.norm_semantics, self.sequence_count
-        )
-        return Weighting(spec, self.mask_key)
+        super().__post_init__()
+        object.__setattr__(self, "spec", ModeSpec.of(self.loss_agg_mode, self))
+        object.__setattr__(self, "weighting", Weighting(self.spec, self.mask_key))
 
     def coefficient_at(self, iteration: int | None) -> float:
         """c_k of an iteration.

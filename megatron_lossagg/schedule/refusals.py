@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
-from megatron_lossagg.modes import ModeSpec, get_mode
+from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.schedule.probe import (
     mtp_loss_is_finite_without_tokens,
     num_tokens_are_summed_over_cp,
@@ -79,7 +79,7 @@ def refuse_deferred(
             "one division cannot serve them all. Use denominators='counted'."
         )
     [spec] = specs
-    if get_mode(spec.loss_agg_mode).divisor is None:
+    if spec.mode.divisor is None:
         raise LossAggError(
             f"denominators='deferred' with loss_agg_mode={spec.loss_agg_mode!r}: its weights are "
             "not known up to one common divisor before the batch is complete. Use "

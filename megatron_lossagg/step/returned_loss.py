@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
-from megatron_lossagg.objective.terms import MAIN_MASK
 from megatron_lossagg.step.context import StepContext
 from megatron_lossagg.weights.marks import valid_tokens
+from megatron_lossagg.weights.weighting import MAIN_MASK
 
 
 def num_valid_tokens(

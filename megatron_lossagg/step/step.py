@@ -13,7 +13,6 @@ from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import all_reduce_extremes, communication_device
 from megatron_lossagg.objective.evaluation import Sums
 from megatron_lossagg.objective.microbatch_report import MicrobatchReport, microbatch_report
-from megatron_lossagg.objective.terms import MAIN_MASK
 from megatron_lossagg.schedule.contract import MAX_NUM_TOKENS_R3
 from megatron_lossagg.step.checks import (
     GroupSums,
@@ -42,6 +41,7 @@ from megatron_lossagg.weighted_sum import weights_of
 from megatron_lossagg.weights.deferred import DeferredPlan, sum_over_ranks
 from megatron_lossagg.weights.microbatch import METRIC_DIVISORS
 from megatron_lossagg.weights.plan import WeightPlan
+from megatron_lossagg.weights.weighting import MAIN_MASK
 
 
 class Step:

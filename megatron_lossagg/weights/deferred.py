@@ -28,7 +28,7 @@ from megatron_lossagg.groups import (
     communication_device,
 )
 from megatron_lossagg.modes.spec import undivided_counts
-from megatron_lossagg.objective.terms import MAIN_MASK, Weighting
+from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting
 from megatron_lossagg.weights.microbatch import (
     Microbatch,
     WeightOptions,

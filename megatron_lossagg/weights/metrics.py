@@ -24,14 +24,14 @@ class Metric:
         name: its entry in the report.
         term: the term whose `loss_fn` returns it.
         normaliser: see `LossTerm`.
-        sequence_count: which sequences and units are counted, see `ModeSpec`.
+        spec: its term's, whose `sequence_count` says which sequences and units are counted.
         mask_key: the mask of its term.
     """
 
     name: str
     term: str
     normaliser: str
-    sequence_count: str
+    spec: ModeSpec
     mask_key: str
 
     @property
@@ -44,9 +44,7 @@ class Metric:
 
         NaN over a batch without a valid token: a metric over nothing is no number.
         """
-        inputs = ModeSpec("token-mean", sequence_count=self.sequence_count).inputs(
-            counts, counts.num_tokens.device
-        )
+        inputs = self.spec.inputs(counts, counts.num_tokens.device)
         found = {
             "tokens": inputs.num_tokens,
             "sequences": inputs.num_seqs,

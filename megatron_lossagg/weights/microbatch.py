@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import LossAggError, keys_or_type
-from megatron_lossagg.objective.terms import MAIN_MASK, Weighting, distinct_masks
 from megatron_lossagg.plain_tensors import dict_hint
 from megatron_lossagg.weights.metrics import Metric
+from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting, distinct_masks
 
 Microbatch = Mapping[str, Any]
 

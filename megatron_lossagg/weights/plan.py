@@ -19,7 +19,7 @@ from megatron_lossagg.counts.reduction import (
 from megatron_lossagg.counts.sequences import Sequences
 from megatron_lossagg.counts.units import LocalUnits
 from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communication_device
-from megatron_lossagg.objective.terms import Weighting
+from megatron_lossagg.weights.weighting import Weighting
 from megatron_lossagg.weights.microbatch import (
     Microbatch,
     WeightOptions,

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.counts.reduction import FINGERPRINT_BITS, NUM_HELD, PendingCounts
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.objective.terms import MAIN_MASK
+from megatron_lossagg.weights.weighting import MAIN_MASK
 from megatron_lossagg.weights.metrics import metric_divisors
 from megatron_lossagg.weights.microbatch import (
     Microbatch,

@@ -13,7 +13,7 @@ from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.counts.sequences import Sequences
 from megatron_lossagg.counts.units import LocalUnits
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.modes import ModeSpec, get_mode
+from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.weights.marks import mark_zeros
 
 WEIGHT_DTYPES = {
@@ -37,8 +37,8 @@ def token_weights(
     counts: GlobalCounts,
     *,
     loss_scale_factor: float | None = None,
-    norm_semantics: str = "sum",
-    sequence_count: str = "valid",
+    norm_semantics: str | None = None,
+    sequence_count: str | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
     unit_ids: Tensor | None = None,
@@ -73,7 +73,12 @@ def token_weights(
         TypeError: a mask that is no tensor, or a `weight_dtype` that cannot hold weights.
     """
     check_weight_dtype(weight_dtype)
-    spec = ModeSpec(loss_agg_mode, loss_scale_factor, norm_semantics, sequence_count)
+    spec = ModeSpec(
+        loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+        norm_semantics=norm_semantics,
+        sequence_count=sequence_count,
+    )
     sequences = Sequences.of(loss_mask, sample_mask, cu_seqlens, cu_seqlens_padded)
     unit_of_seq = None
     if spec.needs_units:
@@ -158,7 +163,7 @@ def sequence_weights(
     if device is not None:
         num_tokens = num_tokens.to(device, non_blocking=True)
     inputs = spec.inputs(counts, num_tokens.device, unit_of_seq)
-    factor = get_mode(spec.loss_agg_mode).sequence_factor(num_tokens.double(), inputs)
+    factor = spec.mode.sequence_factor(num_tokens.double(), inputs)
     _check_factor(factor, spec.loss_agg_mode, num_tokens)
     has_tokens = num_tokens > 0
     # A factor of a sequence without tokens may be anything, also inf.

@@ -92,7 +92,12 @@ def test_a_preset_beside_terms(tmp_path):
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     config = load_config(GrpoConfig, path, {"loss_agg.terms.kl.coefficient": "1e-2"})
     policy, kl = (term.with_loss_fn(print) for term in config.loss_agg.terms)
-    assert policy.weighting.spec == ModeSpec("seq-mean-token-sum-norm", 10, "seq-mean", "nominal")
+    assert policy.weighting.spec == ModeSpec(
+        "seq-mean-token-sum-norm",
+        loss_scale_factor=10,
+        norm_semantics="seq-mean",
+        sequence_count="nominal",
+    )
     assert kl.weighting.spec == ModeSpec("token-mean", sequence_count="nominal")
     assert kl.coefficient == 0.01
     changed = load_config(GrpoConfig, path, {f"{POLICY}.loss_agg_mode": "token-sum"})

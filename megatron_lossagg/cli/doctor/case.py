@@ -11,7 +11,7 @@ from typing import Any
 from megatron_lossagg.config.loss_agg_config import LossAggConfig
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
-from megatron_lossagg.modes import ModeSpec, get_mode
+from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.testing.layout.layout import Layout
 from megatron_lossagg.typed_fields import read_dataclass, read_value
 
@@ -147,7 +147,7 @@ class DoctorCase:
     def checksum_text(self, checksum: float | None) -> str:
         """What is known of the sum of all weights, and what every step compares it with."""
         spec = self.mode_spec
-        mode = get_mode(spec.loss_agg_mode)
+        mode = spec.mode
         if mode.checksum is None:
             return (
                 f"Checksum of {mode.name}: the counts do not tell what its weights sum to; every "

@@ -344,11 +344,11 @@ def test_preset_beside_terms():
         }
     )
     assert [term.with_loss_fn(print).weighting.spec for term in config.terms] == [
-        ModeSpec(NORM, 4, "seq-mean", "nominal"),
+        ModeSpec(NORM, loss_scale_factor=4, norm_semantics="seq-mean", sequence_count="nominal"),
         ModeSpec("token-mean", sequence_count="nominal"),
         ModeSpec("seq-mean-token-mean", sequence_count="nominal"),
-        ModeSpec(NORM, 4, "sum", "nominal"),
-        ModeSpec(NORM, 8, "seq-mean", "valid"),
+        ModeSpec(NORM, loss_scale_factor=4, norm_semantics="sum", sequence_count="nominal"),
+        ModeSpec(NORM, loss_scale_factor=8, norm_semantics="seq-mean", sequence_count="valid"),
     ]
     assert LossAggConfig.from_dict(config.to_dict()) == config
     aggregator = LossAggregator.from_config(
@@ -377,8 +377,13 @@ def test_a_preset_whose_mode_is_chosen_beside_terms():
         ],
     )
     assert [term.with_loss_fn(print).weighting.spec for term in config.terms] == [
-        ModeSpec("seq-mean-token-mean", 16, "seq-mean", "nominal"),
-        ModeSpec(NORM, 16, "seq-mean", "nominal"),
+        ModeSpec(
+            "seq-mean-token-mean",
+            loss_scale_factor=16,
+            norm_semantics="seq-mean",
+            sequence_count="nominal",
+        ),
+        ModeSpec(NORM, loss_scale_factor=16, norm_semantics="seq-mean", sequence_count="nominal"),
         ModeSpec("token-sum"),
     ]
     own_length = [{"name": "policy", "loss_scale_factor": 4}]  # nobody else needs L

@@ -41,9 +41,14 @@ def test_unknown_mode_names_the_known_ones(unknown):
         (ModeSpec("seq-mean-token-sum", sequence_count="nominal"), 3),
         (ModeSpec("seq-mean-token-mean"), 1),
         (ModeSpec("seq-mean-token-mean", sequence_count="nominal"), Fraction(5, 7)),
-        (ModeSpec(NORM, 8), Fraction(21, 8)),
-        (ModeSpec(NORM, 8, "seq-mean"), Fraction(21, 40)),
-        (ModeSpec(NORM, 8, "seq-mean", "nominal"), Fraction(3, 8)),
+        (ModeSpec(NORM, loss_scale_factor=8), Fraction(21, 8)),
+        (ModeSpec(NORM, loss_scale_factor=8, norm_semantics="seq-mean"), Fraction(21, 40)),
+        (
+            ModeSpec(
+                NORM, loss_scale_factor=8, norm_semantics="seq-mean", sequence_count="nominal"
+            ),
+            Fraction(3, 8),
+        ),
     ],
 )
 def test_checksum_is_that_of_the_table(spec, expected):
@@ -80,7 +85,9 @@ def test_units_are_counted_as_sequences_are(mode, valid, nominal):
 @pytest.mark.parametrize("norm_semantics", ["sum", "seq-mean"])
 def test_no_valid_token_means_checksum_zero(mode, norm_semantics, sequence_count, num_seqs):
     """T = 0 gives exactly 0 in every mode, never NaN."""
-    spec = ModeSpec(mode, 4, norm_semantics, sequence_count)
+    spec = ModeSpec(
+        mode, loss_scale_factor=4, norm_semantics=norm_semantics, sequence_count=sequence_count
+    )
     no_units = torch.zeros(2, 3, dtype=torch.int64).unbind()
     assert spec.checksum(GlobalCounts(0, 0, num_seqs, *no_units)).item() == 0.0
 
@@ -89,22 +96,24 @@ def test_no_valid_token_means_checksum_zero(mode, norm_semantics, sequence_count
 def test_loss_scale_factor_that_cannot_divide(bad):
     """0, negative, not finite, or so extreme that a float32 weight would be 0 or inf."""
     with pytest.raises(ValueError, match=r"cannot divide a loss; pass a finite number > 0"):
-        ModeSpec(NORM, bad)
+        ModeSpec(NORM, loss_scale_factor=bad)
 
 
 @pytest.mark.parametrize("bad", [True, "4", [4], torch.tensor(4)])
 def test_loss_scale_factor_that_is_no_number(bad):
     """The message shows the value and its type, so that a YAML `1e3` (a string) is found."""
     with pytest.raises(TypeError, match="loss_scale_factor must be a number, got") as caught:
-        ModeSpec(NORM, bad)
+        ModeSpec(NORM, loss_scale_factor=bad)
     assert repr(bad) in str(caught.value) and type(bad).__name__ in str(caught.value)
 
 
 def test_equal_factors_make_equal_specs():
     """4, 4.0 and numpy's 4 are one configuration: ranks compare specs by their text."""
-    specs = [ModeSpec(NORM, kind(4)) for kind in (int, float, np.int64, np.float32)]
+    specs = [
+        ModeSpec(NORM, loss_scale_factor=kind(4)) for kind in (int, float, np.int64, np.float32)
+    ]
     assert len({repr(spec) for spec in specs}) == 1
-    assert repr(specs[0]) != repr(ModeSpec(NORM, 5))
+    assert repr(specs[0]) != repr(ModeSpec(NORM, loss_scale_factor=5))
 
 
 def test_loss_scale_factor_is_required_where_it_divides():
@@ -127,7 +136,9 @@ def test_unknown_options_name_the_known_ones():
 @pytest.mark.parametrize("norm_semantics", ["sum", "seq-mean"])
 def test_divisor_is_all_that_the_global_batch_adds(mode, norm_semantics, sequence_count):
     """Weights from counts of 1, over the divisor, are the weights; None in modes with units."""
-    spec = ModeSpec(mode, 8, norm_semantics, sequence_count)
+    spec = ModeSpec(
+        mode, loss_scale_factor=8, norm_semantics=norm_semantics, sequence_count=sequence_count
+    )
     counts = GlobalCounts(num_tokens=21, num_valid_seqs=5, num_seqs=7)
     divisor = spec.divisor(counts) if not spec.needs_units else get_mode(mode).divisor
     if spec.needs_units:
