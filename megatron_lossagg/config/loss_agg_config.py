@@ -3,102 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_lossagg.config.options import LossAggOptions
 from megatron_lossagg.config.presets import preset_options
 from megatron_lossagg.config.term_config import TermConfig
-from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.modes.spec import ModeSpec
 from megatron_lossagg.objective.terms import LossTerm
-from megatron_lossagg.schedule.contract import check_options
-from megatron_lossagg.typed_fields import check_flags, check_keys, read_dataclass, read_value
-from megatron_lossagg.weights.microbatch import check_weights_key
-from megatron_lossagg.weights.token_weights import WEIGHT_DTYPES
+from megatron_lossagg.typed_fields import check_keys, read_dataclass, read_value
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossAggConfig:
-    """Options of `LossAggregator`, checked when built. Same names and meanings as its arguments."""
-
-    loss_agg_mode: str | None = None
-    """One of `modes.mode_names()`; with `terms` each term has its own."""
+class LossAggConfig(LossAggOptions):
+    """The options of `LossAggregator`, and those of its terms; checked when built."""
 
     terms: tuple[TermConfig, ...] = ()
     """The summands of the objective; in YAML a list of mappings. Beside the key `preset` a term has
     the preset's mode and options unless it says otherwise; see `presets`."""
 
-    loss_scale_factor: float | None = None
-    """L; required by `seq-mean-token-sum-norm`."""
-
-    norm_semantics: str = "sum"
-    """"sum" (1/L) or "seq-mean" (1/(B*L))."""
-
-    sequence_count: str = "valid"
-    """B and U count "valid" sequences and units, or "nominal" ones."""
-
-    cp_gradient: str = "local"
-    """"local", "replicated-value" or "gathered"."""
-
-    returns: str = "auto"
-    """"auto", "loss" or "loss_and_num_tokens"."""
-
-    weights_key: str = "loss_weights"
-    """The field of a microbatch that carries the weights."""
-
-    weight_dtype: str = "float32"
-    """"float32", "float64" or "bfloat16"."""
-
-    masks_are_cp_sliced: bool = False
-    """Whether microbatches hold this context-parallel rank's part of each mask."""
-
-    contract: str = "detect"
-    """"detect" or "measure"."""
-
-    denominators: str = "counted"
-    """"counted" or "deferred"."""
-
-    report_counts: bool = False
-    """Whether reports tell num_tokens, num_seqs, response_length and masked_fraction."""
-
-    compile: bool = False
-    """Whether the loss of a microbatch runs through `torch.compile`."""
-
     def __post_init__(self) -> None:
-        self._check_mode_or_terms()
-        check_options(
-            returns=self.returns,
-            cp_gradient=self.cp_gradient,
-            contract=self.contract,
-            denominators=self.denominators,
-        )
-        check_weights_key(self.weights_key)
-        check_flags(
-            masks_are_cp_sliced=self.masks_are_cp_sliced,
-            report_counts=self.report_counts,
-            compile=self.compile,
-        )
-        if not isinstance(self.weight_dtype, str) or self.weight_dtype not in WEIGHT_DTYPES:
-            raise ValueError(
-                f"weight_dtype={self.weight_dtype!r} does not exist; expected one of "
-                f"{', '.join(WEIGHT_DTYPES)}."
-            )
-
-    def _check_mode_or_terms(self) -> None:
-        if self.loss_agg_mode is not None:
-            if self.terms:
-                raise ValueError("Pass loss_agg_mode or terms, not both: each term has its mode.")
-            spec = self._own_spec(self.loss_agg_mode)
-            object.__setattr__(self, "loss_scale_factor", spec.loss_scale_factor)  # a plain float
-        elif not self.terms:
-            raise ValueError(
-                "LossAggConfig needs 'loss_agg_mode', for example 'token-mean', or 'terms'."
-            )
+        super().__post_init__()
         terms = read_value(tuple[TermConfig, ...], self.terms, "terms")
         object.__setattr__(self, "terms", terms)
-        defaults = {"loss_scale_factor": None, "norm_semantics": "sum", "sequence_count": "valid"}
-        given = [name for name, value in defaults.items() if getattr(self, name) != value]
-        if self.terms and given:
+        if not terms:
+            if self.loss_agg_mode is None:
+                raise ValueError(
+                    "LossAggConfig needs 'loss_agg_mode', for example 'token-mean', or 'terms'."
+                )
+            _ = ModeSpec.of(self.loss_agg_mode, self)  # checks the mode
+            return
+        if self.loss_agg_mode is not None:
+            raise ValueError("Pass loss_agg_mode or terms, not both: each term has its mode.")
+        given = [name for name, value in self.mode_options.items() if value is not None]
+        if given:
             raise ValueError(
                 f"{', '.join(given)} cannot be given beside terms: each term has its own."
             )
@@ -161,7 +100,7 @@ class LossAggConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values."""
-        return asdict(self) | {"terms": [term.to_dict() for term in self.terms]}
+        return {**self.aggregator_arguments(), "terms": [term.to_dict() for term in self.terms]}
 
     def to_yaml(self, path: str | Path) -> None:
         """Write all options to a YAML file that `from_yaml` reads back. Needs PyYAML."""
@@ -169,27 +108,11 @@ class LossAggConfig:
 
         Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
 
-    def aggregator_arguments(self) -> dict[str, Any]:
-        """The keyword arguments for `LossAggregator`, without terms: these need functions."""
-        values = self.to_dict() | {"weight_dtype": WEIGHT_DTYPES[self.weight_dtype]}
-        del values["terms"]
-        return values
-
     @property
     def main_spec(self) -> ModeSpec:
         """The mode; with terms that of the first."""
-        if self.terms:
-            return ModeSpec.of(self.terms[0].loss_agg_mode, self.terms[0])
-        assert self.loss_agg_mode is not None  # one of both is given
-        return self._own_spec(self.loss_agg_mode)
-
-    def _own_spec(self, loss_agg_mode: str) -> ModeSpec:
-        return ModeSpec(
-            loss_agg_mode,
-            loss_scale_factor=self.loss_scale_factor,
-            norm_semantics=self.norm_semantics,
-            sequence_count=self.sequence_count,
-        )
+        options: Any = self.terms[0] if self.terms else self
+        return ModeSpec.of(options.loss_agg_mode, options)
 
     def loss_terms(self, loss_fns: Any) -> list[LossTerm]:
         """The terms with their functions, given as a mapping by name.

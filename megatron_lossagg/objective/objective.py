@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_lossagg.modes.options import ModeOptions
 from megatron_lossagg.objective.compile.compiled import CompiledSums
 from megatron_lossagg.objective.evaluation import Evaluation, Sums
 from megatron_lossagg.objective.microbatch_report import ReportNames
 from megatron_lossagg.objective.terms import LossTerm
-from megatron_lossagg.typed_fields import check_flags
 from megatron_lossagg.weights.metrics import Metric
 from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting, distinct_masks
 
@@ -159,12 +159,10 @@ def _check_distinct(names: Sequence[str]) -> None:
 def make_objective(
     loss_fn: LossFn | None,
     terms: Sequence[LossTerm] | None,
-    *,
-    loss_agg_mode: str | None,
-    loss_scale_factor: float | None,
-    norm_semantics: str,
-    sequence_count: str,
     metrics: Mapping[str, str] | None,
+    loss_agg_mode: str | None,
+    mode_options: ModeOptions,
+    *,
     compile: bool = False,
 ) -> Objective:
     """The objective of `LossAggregator`'s arguments: several terms, or one loss_fn with a mode.
@@ -172,7 +170,6 @@ def make_objective(
     Raises:
         TypeError, ValueError: neither or both.
     """
-    check_flags(compile=compile)
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}.")
     if terms is None:
@@ -187,19 +184,11 @@ def make_objective(
             "the loss",
             loss_fn,
             loss_agg_mode,
-            loss_scale_factor=loss_scale_factor,
-            norm_semantics=norm_semantics,
-            sequence_count=sequence_count,
             metrics=metrics or {},
+            **mode_options.mode_options,
         )
         return Objective([only], report_terms=False, compile=compile)
-    given = {
-        "loss_agg_mode": loss_agg_mode,
-        "loss_scale_factor": loss_scale_factor,
-        "metrics": metrics,
-        "norm_semantics": None if norm_semantics == "sum" else norm_semantics,
-        "sequence_count": None if sequence_count == "valid" else sequence_count,
-    }
+    given = {"loss_agg_mode": loss_agg_mode, "metrics": metrics, **mode_options.mode_options}
     wrong = [name for name, value in given.items() if value is not None]
     if wrong:
         raise ValueError(

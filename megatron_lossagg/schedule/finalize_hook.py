@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_lossagg.schedule.refusals import uses_full_iteration_cuda_graph
 from megatron_lossagg.schedule.run import ScheduleRun, are_one_run
-from megatron_lossagg.weights.deferred import DeferredDivision
 
 
 class Participant(Protocol):
@@ -51,7 +50,7 @@ class FinalizeHook:
 
     def __init__(self, finalize: Callable[..., Any]) -> None:
         self.finalize = finalize
-        self.division: DeferredDivision | None = None
+        self.division: Callable[[list[Any], Callable[[], float] | None], None] | None = None
         self._entries: list[_Entry] = []
 
     @property

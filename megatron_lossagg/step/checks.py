@@ -1,10 +1,9 @@
-"""What a schedule did with a step: counted while it runs, checked before the optimizer steps."""
+"""What a schedule did with a step, checked before the optimizer steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,63 +11,48 @@ from torch import Tensor
 from megatron_lossagg.counts.reduction import NUM_HELD, held_counts, held_place
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import all_reduce_sum, communication_device
-from megatron_lossagg.objective.microbatch_report import MicrobatchReport
-from megatron_lossagg.schedule.contract import ScheduleContract
+from megatron_lossagg.schedule.contract import MAX_NUM_TOKENS_R3, ScheduleContract
 from megatron_lossagg.step.context import StepContext
-from megatron_lossagg.weights.deferred import DeferredPlan
-from megatron_lossagg.weights.plan import WeightPlan
+from megatron_lossagg.step.schedule_pass import SchedulePass
+from megatron_lossagg.weights.step_weights import StepWeights
 
 
-@dataclass
-class TakenCount:
-    """How many microbatches one data iterator has handed out."""
+def check_pass(
+    run: SchedulePass,
+    plan: StepWeights | None,
+    context: StepContext,
+    num_microbatches: int,
+    schedule_num_tokens: Tensor | None,
+) -> GroupSums | None:
+    """Raise LossAggError if a run was not what was planned: one all-reduce over dp x cp.
 
-    value: int = 0
+    Only ranks of the last stage communicate; the others look at themselves, and get None.
 
-
-@dataclass
-class PassRecord:
-    """One run of the schedule over a step.
-
-    Attributes:
-        taken: what each data iterator that was handed out has yielded.
-        num_loss_calls: calls of `loss_func`.
-        weight_sums: per call, the sums of the weights that it saw, float64 [num_weightings].
-        returned: per call, the sums of which S comes first, and an alias of the tensor that was
-            returned, S times the contract's factor, which the schedule rescales in place.
-        num_tokens: what each call returned as its number of tokens (R3).
-        reports: what each call reported.
-        tokens_seen: without a plan, above 0 if a call saw a valid token; see `Totals`.
-        coarsest_eps: the largest machine epsilon among the weights' dtypes.
-        is_validated: whether `validate` has looked at it: what happens afterwards is a new pass.
+    Args:
+        run: what the schedule did.
+        plan: the weights, on a rank with data.
+        context: of the step.
+        num_microbatches: M, for which the step was planned.
+        schedule_num_tokens: what the schedule summed up for `finalize_model_grads` (R3), if known.
     """
-
-    taken: list[TakenCount] = field(default_factory=list)
-    num_loss_calls: int = 0
-    weight_sums: list[Tensor] = field(default_factory=list)
-    returned: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    num_tokens: list[Tensor] = field(default_factory=list)
-    reports: list[MicrobatchReport] = field(default_factory=list)
-    tokens_seen: Tensor | None = None
-    coarsest_eps: float = 0.0
-    is_validated: bool = False
-
-    def see_tokens(self, num_tokens: Tensor) -> None:
-        """Note valid tokens of a call; no value is read."""
-        before = self.tokens_seen
-        self.tokens_seen = num_tokens if before is None else before + num_tokens.to(before.device)
-
-    def add_loss_call(self, weights: Sequence[Tensor]) -> None:
-        """Note a call of `loss_func`; no value is read."""
-        self.num_loss_calls += 1
-        sums = [w.sum(dtype=torch.float64) for w in weights]
-        self.weight_sums.append(torch.stack(sums) if len(sums) > 1 else sums[0].view(1))
-        for w in weights:
-            self.coarsest_eps = max(self.coarsest_eps, torch.finfo(w.dtype).eps)
+    is_last_stage = context.groups.is_last_stage
+    problems = local_problems(
+        run,
+        context.contract,
+        num_microbatches,
+        loss_is_expected=is_last_stage and context.counts_loss_calls,
+        schedule_num_tokens=schedule_num_tokens if context.sees_weights else None,
+    )
+    if plan is not None:
+        problems += _count_problems(plan, context.contract)
+    if is_last_stage:
+        return _check_with_others(run, problems, plan, context)
+    _raise_problems(problems)
+    return None
 
 
 def local_problems(
-    record: PassRecord,
+    run: SchedulePass,
     contract: ScheduleContract,
     num_microbatches: int,
     *,
@@ -77,7 +61,7 @@ def local_problems(
 ) -> list[str]:
     """What this rank alone can see to be wrong with a pass. Does not communicate."""
     problems = []
-    for taken in record.taken:
+    for taken in run.taken:
         if taken.value != num_microbatches:
             problems.append(
                 f"the schedule took {taken.value} microbatches from a data iterator, but the step "
@@ -85,32 +69,50 @@ def local_problems(
                 "to the schedule (or a num_microbatches to wrap() that gives what the schedule is "
                 "called with): any other number silently scales the gradient"
             )
-    if loss_is_expected and record.num_loss_calls != num_microbatches:
+    if loss_is_expected and run.num_loss_calls != num_microbatches:
         problems.append(
-            f"loss_func ran {record.num_loss_calls} times on this last-stage rank, but the step "
+            f"loss_func ran {run.num_loss_calls} times on this last-stage rank, but the step "
             f"was planned for {num_microbatches} microbatches. Return partial(step.loss_func, "
             "microbatch) from forward_step for every microbatch, and give the schedule the step's "
             "number of them"
         )
-    if schedule_num_tokens is not None and record.num_tokens:
+    if schedule_num_tokens is not None and run.num_tokens:
         # Several steps, each complete, in one run: in R3 the schedule rescales no loss.
-        summed_up, returned = int(schedule_num_tokens), int(torch.stack(record.num_tokens).sum())
+        summed_up, returned = int(schedule_num_tokens), int(torch.stack(run.num_tokens).sum())
         if summed_up != returned:
             problems.append(
                 f"the schedule summed up {summed_up} tokens on this rank, but the step's loss_func "
                 f"returned {returned}: it ran with another num_microbatches than the step's "
                 f"{num_microbatches}"
             )
-    if record.returned:
+    if run.returned:
         expected = contract.schedule_factor(num_microbatches)
         by_plugin = contract.loss_factor(num_microbatches)
-        found = _other_rescaling(record.returned, by_plugin, expected)
+        found = _other_rescaling(run.returned, by_plugin, expected)
         if found is not None:
             problems.append(
                 f"the schedule rescaled the returned loss by {found:.6g}, expected {expected:.6g} "
                 f"in regime {contract.regime} (context-parallel size {contract.cp_size}, "
                 f"num_microbatches {num_microbatches}). Its num_microbatches differs from the "
                 "plan's, or it is not Megatron-Core's own schedule"
+            )
+    return problems
+
+
+def _count_problems(plan: StepWeights, contract: ScheduleContract) -> list[str]:
+    """What is wrong with the counts of the global batch."""
+    problems = []
+    try:
+        plan.check_counts()
+    except LossAggError as error:
+        problems.append(str(error).rstrip("."))
+    if contract.regime == "R3" and plan.counts_are_known:
+        num_tokens = int(plan.counts.num_tokens)
+        if num_tokens > MAX_NUM_TOKENS_R3:
+            problems.append(
+                f"the global batch has {num_tokens} valid tokens, but Megatron sums num_tokens "
+                f"in int32 (at most {MAX_NUM_TOKENS_R3}) when calculate_per_token_loss is on. "
+                "Set calculate_per_token_loss=False"
             )
     return problems
 
@@ -154,69 +156,68 @@ class GroupSums:
     num_problems: float
 
 
-def check_with_others(
-    record: PassRecord,
-    problems: list[str],
-    plan: WeightPlan | DeferredPlan | None,
-    context: StepContext,
+def _check_with_others(
+    run: SchedulePass, problems: list[str], plan: StepWeights | None, context: StepContext
 ) -> GroupSums:
     """Compare what all ranks saw with what was planned: one all-reduce over dp x cp.
 
-    Only ranks of the last pipeline stage call it, all of them, also those that found a problem:
-    then every rank raises and none waits for the others.
+    All ranks of the last pipeline stage call it, also those that found a problem: then every rank
+    raises and none waits for the others.
     """
-    sums = _sum_over_ranks(record, problems, plan, context)
-    raise_problems(problems)
+    sums = _sum_over_ranks(run, bool(problems), plan, context)
+    _raise_problems(problems)
     if sums.num_problems:
         raise LossAggError(
             f"{int(sums.num_problems)} other rank(s) of this data x context parallel group found a "
             "fault in the step; their message says which. Do not step the optimizer."
         )
-    if plan is None or not context.sees_weights or not plan.counts_are_known:
-        return sums
-    contract = context.contract
-    if isinstance(plan, WeightPlan) and plan.counts_are_given:
-        _check_given(plan, sums, context)
-    _check_num_tokens(sums, plan, record, context)
-    expected = plan.expected_weight_sums()
-    for index, checksum in enumerate(() if expected is None else expected.tolist()):
-        if math.isnan(checksum):  # a registered mode without one; whole masks are on all C ranks
-            checksum = sums.planned[index] / context.plan_copies
-        found = sums.weights[index] / contract.cp_copies
-        _check_sum(found, checksum, index, record, contract, plan.weight_eps)
+    if plan is not None and context.sees_weights and plan.counts_are_known:
+        if plan.counts_are_given:
+            _check_given(plan, sums, context)
+        if context.contract.regime == "R3":
+            _check_num_tokens(plan, sums)
+        _check_weight_sums(plan, sums, run, context)
     return sums
 
 
 def _sum_over_ranks(
-    record: PassRecord,
-    problems: list[str],
-    plan: WeightPlan | DeferredPlan | None,
-    context: StepContext,
+    run: SchedulePass, has_problem: bool, plan: StepWeights | None, context: StepContext
 ) -> GroupSums:
-    fallback = record.weight_sums[0].device if record.weight_sums else torch.device("cpu")
-    device = communication_device(context.groups.dp_cp, fallback)
-    sizes = [len(context.weights_keys), len(context.weights_keys), 1, NUM_HELD, 3 * NUM_HELD, 1]
-    weights, planned, num_tokens, held, given, num_problems = (
-        torch.zeros(size, dtype=torch.float64, device=device) for size in sizes
-    )
-    if record.weight_sums:
-        weights += torch.stack(record.weight_sums).sum(dim=0).to(device)
-    if record.num_tokens:
-        num_tokens += torch.stack(record.num_tokens).sum().to(device)
-    if isinstance(plan, WeightPlan):
-        held += plan.held_here.to(device)
-        given += plan.given_here().flatten().to(device)
+    device = run.weight_sums[0].device if run.weight_sums else torch.device("cpu")
+    num_weightings = len(context.weights_keys)
+    parts = {
+        "weights": torch.zeros(num_weightings, dtype=torch.float64),
+        "planned": torch.zeros(num_weightings, dtype=torch.float64),
+        "num_tokens": torch.zeros(1, dtype=torch.float64),
+        "held": torch.zeros(NUM_HELD, dtype=torch.float64),
+        "given": torch.zeros(3 * NUM_HELD, dtype=torch.float64),
+        "num_problems": torch.full((1,), float(has_problem), dtype=torch.float64),
+    }
+    if run.weight_sums:
+        parts["weights"] = torch.stack(run.weight_sums).sum(dim=0)
+    if run.num_tokens:
+        parts["num_tokens"] = torch.stack(run.num_tokens).sum().double().view(1)
+    if plan is not None:
+        parts["held"] = plan.held_here().double()
+        parts["given"] = plan.given_here().flatten()
         if not context.objective.has_checksums:
-            planned += plan.planned_weight_sums().to(device)
-    num_problems += float(bool(problems))
-    totals = torch.cat([weights, planned, num_tokens, held, given, num_problems])
+            parts["planned"] = plan.planned_weight_sums()
+    on = communication_device(context.groups.dp_cp, device)
+    totals = torch.cat([part.to(on) for part in parts.values()])
     all_reduce_sum(totals, context.groups.dp_cp)
-    parts = [part.tolist() for part in totals.split(sizes)]
-    of_given = totals.split(sizes)[4].view(3, NUM_HELD).tolist()
-    return GroupSums(parts[0], parts[1], parts[2][0], parts[3], of_given, parts[5][0])
+    summed = totals.cpu().split([part.numel() for part in parts.values()])
+    found = {name: part.tolist() for name, part in zip(parts, summed, strict=True)}
+    return GroupSums(
+        weights=found["weights"],
+        planned=found["planned"],
+        num_tokens=found["num_tokens"][0],
+        held=found["held"],
+        given=[found["given"][row * NUM_HELD : (row + 1) * NUM_HELD] for row in range(3)],
+        num_problems=found["num_problems"][0],
+    )
 
 
-def _check_given(plan: WeightPlan, sums: GroupSums, context: StepContext) -> None:
+def _check_given(plan: StepWeights, sums: GroupSums, context: StepContext) -> None:
     """Raise LossAggError on every rank if a driver's counts are not what all ranks hold.
 
     Sums of x and x^2 over the ranks that were given a count tell whether all of them are right.
@@ -243,7 +244,7 @@ def _check_given(plan: WeightPlan, sums: GroupSums, context: StepContext) -> Non
             )
 
 
-def _weights_beside(plan: WeightPlan, sums: GroupSums, context: StepContext) -> str:
+def _weights_beside(plan: StepWeights, sums: GroupSums, context: StepContext) -> str:
     """What wrong counts did to the weights, if that shows in their sum."""
     found = sums.weights[0] / context.contract.cp_copies
     expected = plan.expected_weight_sums()[0].item()
@@ -252,12 +253,8 @@ def _weights_beside(plan: WeightPlan, sums: GroupSums, context: StepContext) -> 
     return f" The weights sum to {found:.9g} over them, and the mode's checksum is {expected:.9g}."
 
 
-def _check_num_tokens(
-    sums: GroupSums, plan: WeightPlan | DeferredPlan, record: PassRecord, context: StepContext
-) -> None:
+def _check_num_tokens(plan: StepWeights, sums: GroupSums) -> None:
     """In R3 finalize divides by what `loss_func` returned as numbers of tokens."""
-    if context.contract.regime != "R3":
-        return
     expected = int(plan.counts.num_tokens)
     if sums.num_tokens != expected:
         raise LossAggError(
@@ -269,30 +266,31 @@ def _check_num_tokens(
         )
 
 
-def _check_sum(
-    found: float,
-    expected: float,
-    index: int,
-    record: PassRecord,
-    contract: ScheduleContract,
-    weight_eps: float,
+def _check_weight_sums(
+    plan: StepWeights, sums: GroupSums, run: SchedulePass, context: StepContext
 ) -> None:
-    # Each weight is rounded once (half an epsilon); the sum is float64.
-    tolerance = max(record.coarsest_eps, weight_eps, 1e-12) * abs(expected)
-    if not abs(found - expected) <= tolerance:  # in this order, so that a NaN raises
-        which = "" if index == 0 else f" (number {index} of the terms' modes and masks)"
-        raise LossAggError(
-            f"The weights that loss_func saw{which} sum to {found:.9g} over the global batch, but "
-            f"the mode's checksum is {expected:.9g}. A microbatch was lost, repeated or altered "
-            "between the plan and the loss: check that loss_func is given this step's microbatches "
-            "with the weights that they carry, that weights are sliced over context-parallel "
-            f"ranks exactly as the losses are (here cp size {contract.cp_size}, "
-            f"cp_gradient={contract.cp_gradient!r}) and that `dp` is the group over which "
-            "different data is spread."
-        )
+    """The weights that `loss_func` saw sum to what the mode's checksum says."""
+    contract = context.contract
+    for index, expected in enumerate(plan.expected_weight_sums().tolist()):
+        if math.isnan(expected):  # a registered mode without one; whole masks are on all C ranks
+            expected = sums.planned[index] / context.plan_copies
+        found = sums.weights[index] / contract.cp_copies
+        # Each weight is rounded once (half an epsilon); the sum is float64.
+        tolerance = max(run.coarsest_eps, plan.weight_eps, 1e-12) * abs(expected)
+        if not abs(found - expected) <= tolerance:  # in this order, so that a NaN raises
+            which = "" if index == 0 else f" (number {index} of the terms' modes and masks)"
+            raise LossAggError(
+                f"The weights that loss_func saw{which} sum to {found:.9g} over the global batch, "
+                f"but the mode's checksum is {expected:.9g}. A microbatch was lost, repeated or "
+                "altered between the plan and the loss: check that loss_func is given this step's "
+                "microbatches with the weights that they carry, that weights are sliced over "
+                "context-parallel ranks exactly as the losses are (here cp size "
+                f"{contract.cp_size}, cp_gradient={contract.cp_gradient!r}) and that `dp` is the "
+                "group over which different data is spread."
+            )
 
 
-def raise_problems(problems: list[str]) -> None:
+def _raise_problems(problems: list[str]) -> None:
     """Raise LossAggError with everything that was found, or return."""
     if problems:
         raise LossAggError("Before the optimizer steps: " + "; and ".join(problems) + ".")

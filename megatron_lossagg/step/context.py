@@ -1,4 +1,4 @@
-"""What a step needs to know of the aggregator that began it."""
+"""`StepContext`: what a step knows besides its weights."""
 
 from __future__ import annotations
 
@@ -7,46 +7,56 @@ from dataclasses import dataclass
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.objective.objective import Objective
 from megatron_lossagg.schedule.contract import ScheduleContract
+from megatron_lossagg.step.settings import Settings
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a step shares with the others of its aggregator, and its coefficients.
+    """What a step shares with the others of its aggregator, and what holds at its moment.
 
     Attributes:
+        settings: what the aggregator was built with.
         objective: terms and metrics.
-        coefficients: of the terms, at the step's iteration; () on a rank that runs no step of its
-            own and only receives a report.
         contract: the regime and its factors.
         groups: the process groups.
-        weights_key: the field that carries the weights of the first weighting.
         weights_keys: the fields that carry the weights of each of the objective's weightings.
-        reports_counts: whether `report` also tells the counts of the global batch.
-        plan_copies: on how many context-parallel ranks the plan has each token.
-        counts_loss_calls: whether `loss_func` runs once per microbatch, in Python.
-        sees_weights: whether it runs in Python, so that the weights it saw can be summed.
-        is_deferred: counts are known once gradients are finalized.
-        divides_later: the weights lack their global divisor: gradients and reports get it when
-            gradients are finalized.
+        coefficients: of the terms, at the step's iteration; () on a rank that runs no step of its
+            own and only receives a report.
         forward_only: the step is evaluated and never trained on.
         pairs_by_tokens: the pairs of a report have n, the valid tokens of the microbatch, as their
             denominators, and numerators that go with it; else shares that sum to 1.
+        divides_later: the weights lack their global divisor: gradients and reports get it when
+            gradients are finalized.
+        counts_loss_calls: whether `loss_func` runs once per microbatch, in Python.
+        sees_weights: whether it runs in Python, so that the weights it saw can be summed.
     """
 
+    settings: Settings
     objective: Objective
-    coefficients: tuple[float, ...]
     contract: ScheduleContract
     groups: ParallelGroups
-    weights_key: str
     weights_keys: tuple[str, ...]
-    reports_counts: bool = False
-    plan_copies: int = 1
-    counts_loss_calls: bool = True
-    sees_weights: bool = True
-    is_deferred: bool = False
-    divides_later: bool = False
+    coefficients: tuple[float, ...]
     forward_only: bool = False
     pairs_by_tokens: bool = False
+    divides_later: bool = False
+    counts_loss_calls: bool = True
+    sees_weights: bool = True
+
+    @property
+    def reports_counts(self) -> bool:
+        """Whether `report` also tells the counts of the global batch."""
+        return self.settings.options.report_counts
+
+    @property
+    def weights_key(self) -> str:
+        """The field that carries the weights of the first weighting."""
+        return self.settings.options.weights_key
+
+    @property
+    def plan_copies(self) -> int:
+        """On how many context-parallel ranks the plan has each token."""
+        return 1 if self.settings.options.masks_are_cp_sliced else self.contract.cp_size
 
     @property
     def rows_are_sequences(self) -> bool:

@@ -17,10 +17,12 @@ from megatron_lossagg.groups import (
 )
 from megatron_lossagg.schedule.finalize_hook import FinalizeHook, hook_of
 from megatron_lossagg.schedule.refusals import refuse_wrappers
+from megatron_lossagg.step.deferred_division import DeferredDivision
 from megatron_lossagg.step.settings import Settings
 from megatron_lossagg.step.step import Step
 from megatron_lossagg.step.stream import WrappedStream
-from megatron_lossagg.weights.deferred import DeferredDivision, DeferredPlan, sum_over_ranks
+from megatron_lossagg.weights.deferred import sum_over_ranks
+from megatron_lossagg.weights.step_weights import StepWeights
 
 
 class Finalizer:
@@ -101,18 +103,17 @@ class Finalizer:
             contract = self._settings.current_contract()
             if not self._settings.divides_later(contract):
                 step, plan = self._count()
-                self._complete_reports(step, plan, 1.0)
+                self._divide_reports(step, plan, 1.0)
         step = self._stream.active
         if step is not None and not step.is_forward_only:
             self._stream.validate(num_tokens)
 
-    def _count(self) -> tuple[Step | None, DeferredPlan | None]:
+    def _count(self) -> tuple[Step | None, StepWeights | None]:
         """Sum the counts of the deferred step, on the last stage, and give them to its plan."""
         step = self._stream.active
         if step is not None and step.is_validated:
             step = None
         plan = None if step is None else step.plan
-        assert plan is None or isinstance(plan, DeferredPlan)
         pending = sum_over_ranks(plan, self._settings.current_groups())
         if plan is not None and pending is not None:
             plan.set_counts(pending)
@@ -128,14 +129,15 @@ class Finalizer:
         box = box.to(communication_device(groups.tp, box.device))
         broadcast_from_first(box, groups.tp)
         [factor] = box.tolist()
-        self._complete_reports(step, plan, factor)
+        self._divide_reports(step, plan, factor)
         return factor
 
-    def _complete_reports(
-        self, step: Step | None, plan: DeferredPlan | None, factor: float
-    ) -> None:
+    def _divide_reports(self, step: Step | None, plan: StepWeights | None, factor: float) -> None:
         """Divide reports of the deferred step: a broadcast over tp of the metrics' divisors."""
-        groups, num_metrics = self._settings.current_groups(), self._settings.num_metric_sums
+        groups, num_metrics = (
+            self._settings.current_groups(),
+            len(self._settings.objective.metric_sums),
+        )
         divisors = None
         if num_metrics:
             found = plan.metric_divisors if plan is not None else None

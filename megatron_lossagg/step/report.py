@@ -63,85 +63,126 @@ class Totals:
         return found
 
 
-def reduce_reports(
-    forward_data_store: Sequence[Mapping[str, Tensor]],
-    names: ReportNames,
-    groups: ParallelGroups,
-    *,
-    num_reports: int | None,
-    counts: Tensor | None,
-    num_counts: int,
-    needs_counts: bool,
-    tokens_seen: Tensor | None = None,
-    problem: str | None = None,
-    broadcast_over_pipeline: bool = True,
-) -> Totals | None:
-    """Sum reports over microbatches and ranks: all-reduces over dp x cp, a broadcast over pp.
+@dataclass(frozen=True)
+class ReportShape:
+    """What is reduced for a report; the same on every rank.
 
-    One all-reduce of sums, with minima and maxima one more; with `needs_counts` and tensor
-    parallelism a broadcast over tp from the rank that knows the counts. All on the last stage.
+    Attributes:
+        names: the entries.
+        num_counts: how many numbers the counts of the step are.
+        needs_counts: whether values depend on them.
+    """
+
+    names: ReportNames
+    num_counts: int
+    needs_counts: bool
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of what is summed: pairs, metric sums, counts, ranks with counts, tokens, problems."""
+        num_sums = len(self.names.metric_sums)
+        return [2 * (len(self.names.values) + num_sums), num_sums, self.num_counts, 1, 1, 1]
+
+
+@dataclass(frozen=True)
+class LocalReport:
+    """What one last-stage rank brings to a report, on the device of its values.
+
+    Attributes:
+        sums: the numbers of `ReportShape.sizes`, float64, to be summed over dp x cp.
+        extremes: maxima, and minima negated, float64 [num_extremes].
+        problem: what is wrong on this rank, which then brings nothing else.
+    """
+
+    sums: Tensor
+    extremes: Tensor
+    problem: str | None = None
+
+    @classmethod
+    def empty(cls, shape: ReportShape, problem: str | None = None) -> LocalReport:
+        """Of a rank that has nothing to say, or nothing but a problem."""
+        sums = torch.zeros(sum(shape.sizes), dtype=torch.float64)
+        sums[-1] = float(problem is not None)
+        extremes = torch.full((len(shape.names.extremes),), -math.inf, dtype=torch.float64)
+        return cls(sums, extremes, problem)
+
+    @classmethod
+    def of(
+        cls,
+        forward_data_store: Sequence[Mapping[str, Tensor]],
+        shape: ReportShape,
+        *,
+        num_reports: int | None,
+        counts: Tensor | None,
+        tokens_seen: Tensor | None,
+    ) -> LocalReport:
+        """Sum reports over microbatches. Does not communicate.
+
+        Args:
+            forward_data_store: what the schedule returned: one `MicrobatchReport` (or a dict with
+                its pairs) per microbatch.
+            shape: of the report.
+            num_reports: how many the schedule must have returned: M. None: at least one.
+            counts: float64 [num_counts], equal on all ranks that know them; None on the others.
+            tokens_seen: on these, float64 [], see `Totals`.
+        """
+        problem = _problem(forward_data_store, shape.names, num_reports)
+        if problem is not None:
+            return cls.empty(shape, problem)
+        summed = _summed(forward_data_store, shape.names)
+        known = torch.zeros(shape.num_counts + 3, dtype=torch.float64, device=summed.device)
+        if counts is not None:
+            known[: shape.num_counts] = counts
+            known[shape.num_counts] = 1
+        elif tokens_seen is not None:
+            known[shape.num_counts + 1] = tokens_seen
+        extremes = cls.empty(shape).extremes.to(summed.device)
+        if shape.names.extremes:
+            extremes = _largest(forward_data_store)
+        return cls(torch.cat([summed, known]), extremes)
+
+
+def reduce_report(
+    local: LocalReport, shape: ReportShape, groups: ParallelGroups, *, over_pipeline: bool
+) -> Totals | None:
+    """Sum reports over ranks: all-reduces over dp x cp, a broadcast over pp.
+
+    One all-reduce of sums, with minima and maxima one more; where values depend on counts and there
+    is tensor parallelism a broadcast over tp from the rank that knows them. All on the last stage.
 
     Args:
-        forward_data_store: what the schedule returned: on the last stage one `MicrobatchReport` (or
-            a dict with its pairs) per microbatch; empty elsewhere.
-        names: of the report; the same on every rank.
+        local: what this rank brings; empty on other stages.
+        shape: of the report.
         groups: the process groups.
-        num_reports: how many the schedule must have returned on a last-stage rank: M. None: at
-            least one.
-        counts: float64 [num_counts], numbers that are equal on all ranks that know them; None where
-            they are not known.
-        num_counts: how many there are, on every rank.
-        needs_counts: whether values depend on them; the same on every rank.
-        tokens_seen: see `Totals`, float64 [], on a rank without counts.
-        problem: what else is wrong on this rank.
-        broadcast_over_pipeline: also give the other stages the numbers. Without it they get None.
+        over_pipeline: also give the other stages the numbers. Without it they get None.
 
     Raises:
-        LossAggError: on every rank that gets numbers, if a last-stage rank brings no reports,
-            another number of them, one that lacks an entry, or a problem. Such a rank joins the
-            collectives first, so that none waits for it.
+        LossAggError: on every rank that gets numbers, if a last-stage rank has a problem. Such a
+            rank joins the collectives first, so that none waits for it.
     """
-    device = torch.device("cpu")
-    num_sums = len(names.metric_sums)
-    sizes = [2 * (len(names.values) + num_sums), num_sums, num_counts, 1, 1, 1]
-    totals = torch.zeros(sum(sizes), dtype=torch.float64)
-    extremes = torch.full((len(names.extremes),), -math.inf, dtype=torch.float64)
+    sums, extremes, device = local.sums, local.extremes, local.sums.device
     if groups.is_last_stage:
-        problem = problem or _problem(forward_data_store, names, num_reports)
-        if problem is None:
-            parts = [_summed(forward_data_store, names)]
-            device = parts[0].device
-            known = torch.zeros(num_counts + 3, dtype=torch.float64, device=device)
-            if counts is not None:
-                known[:num_counts] = counts
-                known[num_counts] = 1
-            elif tokens_seen is not None:
-                known[num_counts + 1] = tokens_seen
-            totals = torch.cat([*parts, known])
-            if names.extremes:
-                extremes = _largest(forward_data_store)
-        else:
-            totals[-1] = 1.0
         on = communication_device(groups.dp_cp, device)
-        totals, extremes = totals.to(on), extremes.to(on)
-        all_reduce_sum(totals, groups.dp_cp)
-        if names.extremes:
+        sums, extremes = sums.to(on), extremes.to(on)
+        all_reduce_sum(sums, groups.dp_cp)
+        if shape.names.extremes:
             extremes = all_reduce_extremes(extremes, groups.dp_cp)
-        if needs_counts:  # only tensor-parallel rank 0 is sure to have planned the step
-            known = totals[-num_counts - 3 : -2].clone()
+        if shape.needs_counts:  # only tensor-parallel rank 0 is sure to have planned the step
+            place = slice(-shape.num_counts - 3, -2)
+            known = sums[place].clone()
             broadcast_from_first(known, groups.tp)
-            totals[-num_counts - 3 : -2] = known
-    everything = torch.cat([totals, extremes])
-    if groups.pp_size > 1 and broadcast_over_pipeline:
+            sums[place] = known
+    everything = torch.cat([sums, extremes])
+    if groups.pp_size > 1 and over_pipeline:
         everything = everything.to(communication_device(groups.pp, device))
         broadcast_from_last(everything, groups.pp)
     elif not groups.is_last_stage:
         return None
     pairs, metric_sums, known, num_known, seen, num_problems, largest = everything.cpu().split(
-        [*sizes, len(names.extremes)]
+        [*shape.sizes, len(shape.names.extremes)]
     )
-    if problem is not None:
-        raise LossAggError(problem)
+    if local.problem is not None:
+        raise LossAggError(local.problem)
     if num_problems.item() > 0:
         raise LossAggError(
             f"report() failed on {int(num_problems)} last-stage rank(s), whose message says why; "

@@ -1,4 +1,4 @@
-"""What `loss_func` returns beside its sums: the number of tokens, and a loss that has a graph."""
+"""What `loss_func` returns besides its sums: the number of tokens, and a loss with a graph."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.step.context import StepContext
 from megatron_lossagg.weights.marks import valid_tokens
 from megatron_lossagg.weights.weighting import MAIN_MASK
+
+
+def check_gradients_are_wanted(context: StepContext) -> None:
+    """Raise LossAggError where a loss is computed with gradients on, or off, against the plan."""
+    if context.divides_later and not torch.is_grad_enabled():
+        raise LossAggError(
+            "denominators='deferred' divides when gradients are finalized, which a run "
+            "without gradients does not do. Evaluate with another LossAggregator, which counts "
+            "first (denominators='counted')."
+        )
+    if context.forward_only and torch.is_grad_enabled():
+        raise LossAggError(
+            "This stream was wrapped with forward_only=True, and its loss is computed with "
+            "gradients on. Evaluate under torch.no_grad(), or wrap the stream without it."
+        )
 
 
 def num_valid_tokens(
@@ -71,11 +86,13 @@ def num_trained_tokens_seen(weights: Sequence[Tensor], context: StepContext) -> 
 
 
 def metric_denominators(
-    weights: Sequence[Tensor], context: StepContext, share: float
+    weights: Sequence[Tensor], context: StepContext, share: float, divisors: Tensor | None
 ) -> list[Tensor | float]:
-    """What a microbatch adds to the denominators of metric sums where counts are not known."""
+    """What a microbatch adds to the denominators of metric sums where divisors are not known."""
     objective, copies = context.objective, context.contract.cp_copies
     found: list[Tensor | float] = []
+    if divisors is not None:
+        return found
     for metric, place in zip(objective.metric_sums, objective.places_of_metric_sums, strict=True):
         if metric.normaliser == "tokens":
             found.append(valid_tokens(weights[place]).sum() / copies)

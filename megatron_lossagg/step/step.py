@@ -1,4 +1,4 @@
-"""One optimizer step as the caller sees it: iterators, loss function, checks, report."""
+"""`Step`: one optimizer step, planned, run by the schedule, checked and reported."""
 
 from __future__ import annotations
 
@@ -10,37 +10,24 @@ from torch import Tensor
 
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.groups import all_reduce_extremes, communication_device
-from megatron_lossagg.objective.evaluation import Sums
-from megatron_lossagg.objective.microbatch_report import MicrobatchReport, microbatch_report
-from megatron_lossagg.schedule.contract import MAX_NUM_TOKENS_R3
-from megatron_lossagg.step.checks import (
-    GroupSums,
-    PassRecord,
-    TakenCount,
-    check_with_others,
-    local_problems,
-    raise_problems,
-)
+from megatron_lossagg.objective.microbatch_report import microbatch_report
+from megatron_lossagg.step.checks import check_pass
 from megatron_lossagg.step.context import StepContext
-from megatron_lossagg.step.report import reduce_reports
+from megatron_lossagg.step.final_reports import complete_reports
 from megatron_lossagg.step.returned_loss import (
+    check_gradients_are_wanted,
     metric_denominators,
     num_trained_tokens_seen,
     num_valid_tokens,
     with_graph,
 )
-from megatron_lossagg.step.step_counts import (
-    StepCounts,
-    needs_step_counts,
-    num_step_counts,
-    num_trained_tokens,
-    pack_step_counts,
-)
+from megatron_lossagg.step.schedule_pass import SchedulePass, TakenCount
+from megatron_lossagg.step.step_counts import num_trained_tokens
+from megatron_lossagg.step.step_report import step_report
 from megatron_lossagg.weighted_sum import weights_of
-from megatron_lossagg.weights.deferred import DeferredPlan, sum_over_ranks
-from megatron_lossagg.weights.microbatch import METRIC_DIVISORS
-from megatron_lossagg.weights.plan import WeightPlan
+from megatron_lossagg.weights.deferred import sum_over_ranks
+from megatron_lossagg.weights.microbatch import METRIC_DIVISORS, Microbatch
+from megatron_lossagg.weights.step_weights import StepWeights
 from megatron_lossagg.weights.weighting import MAIN_MASK
 
 
@@ -55,22 +42,25 @@ class Step:
     def __init__(
         self,
         context: StepContext,
-        plan: WeightPlan | DeferredPlan | None,
+        plan: StepWeights | None,
         num_microbatches: int,
+        *,
+        microbatches: Sequence[Microbatch] = (),
         known_counts: Mapping[str, GlobalCounts] | None = None,
-        begin_pass: Callable[[Step], None] | None = None,
+        begins: Callable[[Step], None] | None = None,
     ) -> None:
         self._context = context
         self._plan = plan
+        self._microbatches = microbatches
         self._known_counts = known_counts
-        self._begin_pass = begin_pass
+        self._begins = begins
         self.num_microbatches = num_microbatches
-        self._record = PassRecord()
+        self._pass = SchedulePass()
         self._reported_empty: bool | None = None
-        self.is_counted = not context.is_deferred
+        self.is_counted = not context.settings.is_deferred
 
     @property
-    def plan(self) -> WeightPlan | DeferredPlan | None:
+    def plan(self) -> StepWeights | None:
         """Counts and weights of this rank's microbatches; None on a rank without data."""
         return self._plan
 
@@ -110,7 +100,7 @@ class Step:
     @property
     def is_validated(self) -> bool:
         """Whether `validate` has looked at the last run of the schedule."""
-        return self._record.is_validated
+        return self._pass.is_validated
 
     @property
     def computes_loss(self) -> bool:
@@ -125,15 +115,15 @@ class Step:
     @property
     def num_loss_calls(self) -> int:
         """How often `loss_func` ran in this pass."""
-        return self._record.num_loss_calls
+        return self._pass.num_loss_calls
 
     @property
     def microbatches(self) -> list[dict[str, Any]]:
-        """Shallow copies of this rank's microbatches with weights; [] on a rank without data."""
-        if self._plan is None:
-            return []
-        assert isinstance(self._plan, WeightPlan)  # streamed steps have no list
-        return [self._plan.microbatch(i) for i in range(len(self._plan))]
+        """Shallow copies of this rank's microbatches with weights; [] on a rank without data.
+
+        Of a step of `begin_step`: those of a stream are handed out as they come.
+        """
+        return [self.with_weights(m, index) for index, m in enumerate(self._microbatches)]
 
     def data_iterator(self, num_chunks: int = 1) -> list[Iterator[dict[str, Any]] | None]:
         """Fresh iterators for the schedule, one per model chunk; starts a new pass over the step.
@@ -143,38 +133,37 @@ class Step:
         """
         if num_chunks < 1:
             raise ValueError(f"num_chunks must be at least 1 (len(model)), got {num_chunks}.")
-        self.start_pass()
-        if self._begin_pass is not None:
-            self._begin_pass(self)
+        self._pass = SchedulePass()
+        if self._begins is not None:
+            self._begins(self)
         if self._plan is None:
             return [None] * num_chunks
-        return [self._iterate(self.add_iterator()) for _ in range(num_chunks)]
+        return [self._iterate(self._pass.add_iterator()) for _ in range(num_chunks)]
 
-    def with_weights(self, microbatch: Mapping[str, Any], index: int) -> dict[str, Any]:
+    def with_weights(self, microbatch: Microbatch, index: int) -> dict[str, Any]:
         """A shallow copy of microbatch `index` with its weights, on a rank with data."""
         assert self._plan is not None
         return self._plan.with_weights(microbatch, index)
 
-    def start_pass(self) -> None:
-        """Forget what an earlier run of the schedule over this step did."""
-        self._record = PassRecord()
-
     def add_iterator(self) -> TakenCount:
-        """Register one more iterator; it counts there what it hands out."""
-        if self._record.is_validated:
-            self.start_pass()
-        self._record.taken.append(TakenCount())
-        return self._record.taken[-1]
+        """Register one more iterator of a stream; it counts there what it hands out."""
+        return self._running_pass().add_iterator()
+
+    def _running_pass(self) -> SchedulePass:
+        """The run of the schedule that is going on: after one that was validated, the next."""
+        if self._pass.is_validated:
+            self._pass = SchedulePass()
+        return self._pass
 
     def _iterate(self, taken: TakenCount) -> Iterator[dict[str, Any]]:
-        assert isinstance(self._plan, WeightPlan)
-        for index in range(len(self._plan)):
+        for index, microbatch in enumerate(self._microbatches):
             taken.value += 1
-            yield self._plan.microbatch(index)
+            yield self.with_weights(microbatch, index)
         raise LossAggError(
-            f"More than the {len(self._plan)} microbatches of this step were asked for. Call the "
-            "schedule with num_microbatches=step.num_microbatches, and step.data_iterator(...) "
-            "anew for each run; a loop of your own goes over step.microbatches."
+            f"More than the {len(self._microbatches)} microbatches of this step were asked for. "
+            "Call the schedule with num_microbatches=step.num_microbatches, and "
+            "step.data_iterator(...) anew for each run; a loop of your own goes over "
+            "step.microbatches."
         )
 
     def loss_func(
@@ -198,7 +187,7 @@ class Step:
             denominator]}, to be summed by `report` or Megatron-LM's train_step.
         """
         context, contract = self._context, self._context.contract
-        self._check_gradients_are_wanted()
+        check_gradients_are_wanted(context)
         weights = [weights_of(microbatch, key) for key in context.weights_keys]
         sums = context.objective.sums_of(
             output_tensor,
@@ -207,70 +196,40 @@ class Step:
             context.coefficients,
             rows_are_sequences=context.rows_are_sequences,
         )
-        if self._record.is_validated:
-            self.start_pass()
-        self._record.add_loss_call(weights)
+        run = self._running_pass()
+        run.add_loss_call(weights)
         if self._plan is None:
-            self._record.see_tokens(num_trained_tokens_seen(weights, context))
+            run.see_tokens(num_trained_tokens_seen(weights, context))
         num_tokens = None
         if contract.regime == "R3" or context.pairs_by_tokens:
             num_tokens = num_valid_tokens(microbatch, weights, context)
-            self._record.num_tokens.append(num_tokens)
-        report = self._reported(sums, num_tokens, microbatch, weights)
+            run.num_tokens.append(num_tokens)
+        divisors = None
+        if context.sees_weights:  # a captured graph would keep those of its first step
+            divisors = microbatch.get(METRIC_DIVISORS)
+            divisors = self.metric_divisors if divisors is None else divisors
+        share = context.share(self.num_microbatches)
+        report = microbatch_report(
+            sums,
+            context.objective.names,
+            num_tokens=num_tokens if context.pairs_by_tokens else None,
+            share=share,
+            copies=contract.cp_copies,
+            divisors=divisors,
+            metric_denominators=metric_denominators(weights, context, share, divisors),
+        )
+        run.reports.append(report)
         if non_loss_data:
             return report
         loss = with_graph(sums.total, output_tensor, context.groups) * contract.loss_factor(
             self.num_microbatches
         )
-        self._record.returned.append((sums.values, loss.detach()))  # an alias
+        run.returned.append((sums.values, loss.detach()))  # an alias
         if contract.regime == "R3":
             return loss, num_tokens, report
         if contract.returns_num_tokens:
             return loss, torch.ones_like(loss, dtype=torch.int32), report
         return loss, report
-
-    def _check_gradients_are_wanted(self) -> None:
-        context = self._context
-        if context.divides_later and not torch.is_grad_enabled():
-            raise LossAggError(
-                "denominators='deferred' divides when gradients are finalized, which a run "
-                "without gradients does not do. Evaluate with another LossAggregator, which counts "
-                "first (denominators='counted')."
-            )
-        if context.forward_only and torch.is_grad_enabled():
-            raise LossAggError(
-                "This stream was wrapped with forward_only=True, and its loss is computed with "
-                "gradients on. Evaluate under torch.no_grad(), or wrap the stream without it."
-            )
-
-    def _reported(
-        self,
-        sums: Sums,
-        num_tokens: Tensor | None,
-        microbatch: Mapping[str, Any],
-        weights: Sequence[Tensor],
-    ) -> MicrobatchReport:
-        """What `loss_func` reports; kept, as some of it is known only when gradients are final."""
-        context, objective = self._context, self._context.objective
-        share = context.share(self.num_microbatches)
-        divisors = None
-        if context.sees_weights:  # a captured graph would keep those of its first step
-            divisors = microbatch.get(METRIC_DIVISORS)
-            divisors = self.metric_divisors if divisors is None else divisors
-        denominators: list[Tensor | float] = []
-        if divisors is None and objective.metric_sums:
-            denominators = metric_denominators(weights, context, share)
-        report = microbatch_report(
-            sums,
-            objective.names,
-            num_tokens=num_tokens if context.pairs_by_tokens else None,
-            share=share,
-            copies=context.contract.cp_copies,
-            divisors=divisors,
-            metric_denominators=denominators,
-        )
-        self._record.reports.append(report)
-        return report
 
     @property
     def metric_divisors(self) -> Tensor | None:
@@ -285,7 +244,7 @@ class Step:
             divisors: of metric sums, float64 [number of them]; None if there are none.
         """
         self.is_counted = True
-        for report in self._record.reports:
+        for report in self._pass.reports:
             report.multiply_values(gradient_factor)
             if divisors is not None:
                 report.divide_metrics(divisors, self._context.share(self.num_microbatches))
@@ -306,65 +265,13 @@ class Step:
             LossAggError: on every rank of the group if one of them found a fault; the gradients are
                 wrong then and the optimizer must not step.
         """
-        context, groups = self._context, self._context.groups
-        if self._record.is_validated:
+        run = self._pass
+        if run.is_validated:
             num_tokens = None  # it belongs to a run of another step
-        self._record.is_validated = True
-        loss_is_expected = groups.is_last_stage and context.counts_loss_calls
-        problems = local_problems(
-            self._record,
-            context.contract,
-            self.num_microbatches,
-            loss_is_expected=loss_is_expected,
-            schedule_num_tokens=num_tokens if context.sees_weights else None,
-        )
-        if self._plan is not None:
-            problems += self._count_problems()
-        if not groups.is_last_stage:
-            raise_problems(problems)
-            return
-        sums = check_with_others(self._record, problems, self._plan, context)
-        self._complete_reports(sums)
-
-    def _complete_reports(self, sums: GroupSums) -> None:
-        """What a host sums up and no microbatch could know: an all-reduce over dp x cp of extremes.
-
-        Minima and maxima of the global batch, and the value 0 where there is no token.
-        """
-        context, reports = self._context, self._record.reports
-        share = context.share(self.num_microbatches)
-        if context.pairs_by_tokens and sums.num_tokens == 0:
-            for report in reports:
-                report.divide_by_share(share)
-        if not context.objective.extremes or not context.sees_weights:
-            return
-        found = [report.extremes.double() for report in reports if report.extremes is not None]
-        num_extremes = len(context.objective.extremes)
-        largest = torch.full((num_extremes,), -torch.inf, dtype=torch.float64)
-        if found:
-            largest = torch.stack(found).max(dim=0).values
-        largest = largest.to(communication_device(context.groups.dp_cp, largest.device))
-        largest = all_reduce_extremes(largest, context.groups.dp_cp)
-        values = context.objective.extreme_values(largest.tolist())
-        for report in reports:
-            report.set_extremes(values, share)
-
-    def _count_problems(self) -> list[str]:
-        assert self._plan is not None
-        problems = []
-        try:
-            self._plan.check_counts()
-        except LossAggError as error:
-            problems.append(str(error).rstrip("."))
-        if self._context.contract.regime == "R3" and self._plan.counts_are_known:
-            num_tokens = int(self._plan.counts.num_tokens)
-            if num_tokens > MAX_NUM_TOKENS_R3:
-                problems.append(
-                    f"the global batch has {num_tokens} valid tokens, but Megatron sums num_tokens "
-                    f"in int32 (at most {MAX_NUM_TOKENS_R3}) when calculate_per_token_loss is on. "
-                    "Set calculate_per_token_loss=False"
-                )
-        return problems
+        run.is_validated = True
+        sums = check_pass(run, self._plan, self._context, self.num_microbatches, num_tokens)
+        if sums is not None:
+            complete_reports(run.reports, sums.num_tokens, self._context, self.num_microbatches)
 
     def report(
         self,
@@ -383,57 +290,34 @@ class Step:
             (T/B) and masked_fraction (1 - T / positions of the masks). A minimum or maximum over no
             token is NaN. {} on earlier stages with `broadcast_over_pipeline=False`.
         """
-        context, objective = self._context, self._context.objective
-        counts, problem = self._packed_counts()
-        totals = reduce_reports(
+        found = step_report(
             forward_data_store,
-            objective.names,
-            context.groups,
-            num_reports=self.num_microbatches if context.counts_loss_calls else None,
-            counts=counts,
-            num_counts=num_step_counts(objective, reports_counts=context.reports_counts),
-            needs_counts=needs_step_counts(objective, reports_counts=context.reports_counts),
-            tokens_seen=self._record.tokens_seen,
-            problem=problem,
-            broadcast_over_pipeline=broadcast_over_pipeline,
+            self._plan,
+            self._pass,
+            self._context,
+            num_microbatches=self.num_microbatches,
+            problem=self._count_evaluation(),
+            over_pipeline=broadcast_over_pipeline,
         )
-        if totals is None:
+        if found is None:
             return {}
-        if totals.counts is None:
-            known = StepCounts.not_needed(totals.tokens_seen, objective)
-        else:
-            known = StepCounts.unpack(totals.counts, objective)
-        self._reported_empty = known.trained_tokens == 0
-        found = totals.values(objective.names, known.value_factors, known.divisors)
-        extremes = objective.extreme_values(totals.extremes)
-        found |= dict(zip(objective.names.extremes, extremes, strict=True))
-        return found | known.named_counts()
+        self._reported_empty = found.is_empty
+        return found.values
 
-    def _count_evaluation(self) -> None:
-        """Sum deferred counts that no gradient brings: over dp and tp, on the last stage."""
+    def _count_evaluation(self) -> str | None:
+        """Sum deferred counts that no gradient brings: over dp and tp, on the last stage.
+
+        Returns:
+            What went wrong, for all ranks to hear of; None: nothing.
+        """
         context = self._context
         if self.is_counted or context.divides_later or not context.groups.is_last_stage:
-            return
-        assert self._plan is None or isinstance(self._plan, DeferredPlan)
-        pending = sum_over_ranks(self._plan, context.groups)
+            return None
+        try:
+            pending = sum_over_ranks(self._plan, context.groups)
+        except LossAggError as error:
+            return str(error)
         if self._plan is not None and pending is not None:
             self._plan.set_counts(pending)
         self.is_counted = True
-
-    def _packed_counts(self) -> tuple[Tensor | None, str | None]:
-        """Counts for a report where this rank has planned the step, or why it cannot tell them."""
-        if not self._context.groups.is_last_stage:
-            return None, None
-        try:
-            self._count_evaluation()
-            if self._plan is None:
-                return None, None
-            counts = pack_step_counts(
-                self._plan,
-                self._context.objective,
-                self._context.coefficients,
-                reports_counts=self._context.reports_counts,
-            )
-        except LossAggError as error:
-            return None, str(error)
-        return counts, None
+        return None

@@ -11,12 +11,11 @@ from unittest import mock
 from torch import Tensor
 
 from megatron_lossagg.counts.reduction import GlobalCounts, PendingCounts
-from megatron_lossagg.counts.sequences import Sequences
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.schedule.contract import ScheduleContract
 from megatron_lossagg.weights import plan as plan_module
 from megatron_lossagg.weights.plan import WeightPlan
-from megatron_lossagg.weights.token_weights import weights_of_sequences
+from megatron_lossagg.weights.token_weights import sequence_weights
 
 
 def _factor_times(change: Callable[[ScheduleContract, int], float]) -> Any:
@@ -33,15 +32,15 @@ def _mean_of_means() -> Any:
     """Patch: each microbatch divides by its own counts, and the means are averaged."""
 
     def weights(self: WeightPlan, index: int) -> tuple[Tensor, ...]:
-        sequences = Sequences.of_microbatches([self._microbatches[index]])
-        n_s = sequences.num_tokens
-        own = GlobalCounts(n_s.sum(), (n_s > 0).sum(), n_s.new_tensor(sequences.num_seqs))
-        [own_weights] = weights_of_sequences(
+        sequences = self._local.sequences[0]
+        n_s = sequences.num_tokens.split(sequences.sizes)[index]
+        own = GlobalCounts(n_s.sum(), (n_s > 0).sum(), n_s.new_tensor(len(n_s)))
+        own_weights = sequence_weights(
             sequences,
             self._options.weightings[0].spec,
             own,
             weight_dtype=self._options.weight_dtype,
-        )
+        ).spread(index)
         share = len(self) * int(self._pending._vector[0])  # type: ignore[union-attr]
         scale = self.counts.num_tokens if self._options.times_num_tokens else 1
         return (own_weights / share * scale,)

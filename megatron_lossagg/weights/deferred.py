@@ -28,7 +28,6 @@ from megatron_lossagg.groups import (
     communication_device,
 )
 from megatron_lossagg.modes.spec import undivided_counts
-from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting
 from megatron_lossagg.weights.microbatch import (
     Microbatch,
     WeightOptions,
@@ -37,6 +36,7 @@ from megatron_lossagg.weights.microbatch import (
 )
 from megatron_lossagg.weights.step_weights import StepWeights, outside_inference_mode
 from megatron_lossagg.weights.token_weights import weights_of_sequences
+from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting
 
 
 class DeferredPlan(StepWeights):

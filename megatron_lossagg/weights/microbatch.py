@@ -140,8 +140,8 @@ def without_counting_keys(microbatch: Microbatch) -> dict[str, Any]:
     return {k: v for k, v in microbatch.items() if k not in COUNTING_KEYS}
 
 
-def check_microbatches(microbatches: Any, num_microbatches: int | None) -> None:
-    """Raise unless it is a list of at least one microbatch, and of so many if a number is given."""
+def check_microbatches(microbatches: Any, num_microbatches: int | None) -> int:
+    """M of a list of microbatches; raises if it is empty, or not of the number that is given."""
     if not isinstance(microbatches, Sequence) or isinstance(microbatches, str | bytes):
         raise TypeError(
             f"begin_step expects a list of microbatches, got {type(microbatches).__name__}. "
@@ -159,6 +159,7 @@ def check_microbatches(microbatches: Any, num_microbatches: int | None) -> None:
             f"begin_step got {len(microbatches)} microbatches but num_microbatches="
             f"{num_microbatches}; leave num_microbatches out or make them equal."
         )
+    return len(microbatches)
 
 
 def check_microbatch(microbatch: Any, index: int, options: WeightOptions) -> None:

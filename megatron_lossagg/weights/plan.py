@@ -19,7 +19,6 @@ from megatron_lossagg.counts.reduction import (
 from megatron_lossagg.counts.sequences import Sequences
 from megatron_lossagg.counts.units import LocalUnits
 from megatron_lossagg.groups import ParallelGroups, all_reduce_sum, communication_device
-from megatron_lossagg.weights.weighting import Weighting
 from megatron_lossagg.weights.microbatch import (
     Microbatch,
     WeightOptions,
@@ -28,6 +27,7 @@ from megatron_lossagg.weights.microbatch import (
 )
 from megatron_lossagg.weights.step_weights import StepWeights, outside_inference_mode
 from megatron_lossagg.weights.token_weights import SequenceWeights, sequence_weights
+from megatron_lossagg.weights.weighting import Weighting
 
 
 class WeightPlan(StepWeights):

@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.counts.reduction import FINGERPRINT_BITS, NUM_HELD, PendingCounts
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.weights.weighting import MAIN_MASK
 from megatron_lossagg.weights.metrics import metric_divisors
 from megatron_lossagg.weights.microbatch import (
     Microbatch,
@@ -23,6 +22,7 @@ from megatron_lossagg.weights.microbatch import (
     tells_num_tokens,
     without_counting_keys,
 )
+from megatron_lossagg.weights.weighting import MAIN_MASK
 
 
 class StepWeights(ABC):
