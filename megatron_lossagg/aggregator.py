@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lossagg.config.loss_agg_config import LossAggConfig
-from megatron_lossagg.config.options import LossAggOptions
+from megatron_lossagg.config.options import LossAggOptions, show_options
 from megatron_lossagg.counts.given_counts import counts_by_mask
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
@@ -30,6 +30,7 @@ from megatron_lossagg.step.stream_options import (
 from megatron_lossagg.weights.microbatch import Microbatch, check_microbatches
 
 
+@show_options
 class LossAggregator(HostSide):
     """Aggregates token losses exactly, whatever the layout, inside a Megatron schedule.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +14,8 @@ from megatron_lossagg.schedule.contract import check_options
 from megatron_lossagg.typed_fields import check_flags
 from megatron_lossagg.weights.microbatch import check_weights_key
 from megatron_lossagg.weights.token_weights import WEIGHT_DTYPES, check_weight_dtype
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,3 +123,19 @@ def option_names() -> tuple[str, ...]:
     """The names of all options, the mode first."""
     names = [field.name for field in fields(LossAggOptions)]
     return ("loss_agg_mode", *(name for name in names if name != "loss_agg_mode"))
+
+
+def show_options(cls: type[T]) -> type[T]:
+    """A class decorator: `**options` of a constructor, listed in the signature that is shown.
+
+    For `help()`, notebooks and `inspect.signature`; the options stay declared in one place.
+    """
+    signature = inspect.signature(cls)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    defaults = {field.name: field.default for field in fields(LossAggOptions)}
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name])
+        for name in option_names()
+    ]
+    type.__setattr__(cls, "__signature__", signature.replace(parameters=parameters))
+    return cls

@@ -376,11 +376,11 @@ def test_report_that_fails_on_the_last_stage_raises_on_every_stage(rank_pool):
 def _settle(has_data):
     from megatron_lossagg.modes import ModeSpec
     from megatron_lossagg.weights.deferred import DeferredPlan, sum_over_ranks
-    from megatron_lossagg.weights.plan import WeightOptions
+    from megatron_lossagg.weights.microbatch import WeightOptions
     from megatron_lossagg.weights.weighting import Weighting
 
     options = WeightOptions(
-        (Weighting(ModeSpec("seq-mean-token-sum")),), ("weights",), torch.float64, False, 7
+        (Weighting(ModeSpec("seq-mean-token-sum")),), ("weights",), torch.float64, False, {}
     )
     plan = DeferredPlan(options, 2)
     for index, microbatch in enumerate(make_microbatches([3, 0 if dist.get_rank() else 5])):

@@ -16,7 +16,8 @@ from one_process import (
 )
 
 from megatron_lossagg import GlobalCounts, LossAggError, ScheduleContract
-from megatron_lossagg.step.checks import PassRecord, local_problems
+from megatron_lossagg.step.checks import local_problems
+from megatron_lossagg.step.schedule_pass import SchedulePass
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_losses_too_small_to_rescale_are_no_fault(value, is_fault):
     """A subnormal loss changes by rounding when it is divided; that proves nothing."""
     total = torch.tensor([value], dtype=torch.float32)
     returned = total[0] * 3  # M
-    record = PassRecord(num_loss_calls=3, returned=[(total, returned * 0.4)])
+    record = SchedulePass(num_loss_calls=3, returned=[(total, returned * 0.4)])
     contract = ScheduleContract("R1", dp_size=1, cp_size=1)
     problems = local_problems(record, contract, 3, loss_is_expected=True)
     assert bool(problems) == is_fault
@@ -119,7 +120,7 @@ def test_losses_that_overflow_are_no_fault():
     of_float64 = torch.ones(1, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
     for pair, cp_size, num_microbatches in ((by_plugin, 1, 3), (by_schedule, 2, 1)):
         assert pair[1].item() == math.inf
-        record = PassRecord(num_loss_calls=2, returned=[pair, of_float64])
+        record = SchedulePass(num_loss_calls=2, returned=[pair, of_float64])
         contract = ScheduleContract("R4", dp_size=1, cp_size=cp_size)
         assert local_problems(record, contract, num_microbatches, loss_is_expected=False) == []
 

@@ -289,4 +289,4 @@ def forward_backward(chunks, taken):
 def aggregator_config_has_hook(chunks):
     """As where the schedule finalizes gradients, so that runs are seen to end."""
     for chunk in chunks:
-        chunk._siblings.stream.sees_runs_end = lambda: True
+        chunk._chunks.stream.sees_runs_end = lambda: True
