@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_lossagg.config.loss_agg_config import LossAggConfig
 from megatron_lossagg.config.options import LossAggOptions, show_options
-from megatron_lossagg.counts.given_counts import counts_by_mask
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
@@ -25,9 +24,12 @@ from megatron_lossagg.step.step import Step
 from megatron_lossagg.step.stream_options import (
     StreamOptions,
     pairs_by_tokens,
+)
+from megatron_lossagg.weights.microbatch import (
+    Microbatch,
+    check_microbatches,
     resolve_num_microbatches,
 )
-from megatron_lossagg.weights.microbatch import Microbatch, check_microbatches
 
 
 @show_options
@@ -149,16 +151,17 @@ class LossAggregator(HostSide):
                 honoured.
         """
         self._planner.check_is_counted()
-        self._measure_once()
+        if self._must_measure:
+            self.measure()
         if microbatches is None:
             num_microbatches = self._planner.without_data(num_microbatches)
         else:
             num_microbatches = check_microbatches(microbatches, num_microbatches)
         step = self._planner.plan(
             StepRequest(
-                num_microbatches=resolve_num_microbatches(num_microbatches),
+                num_microbatches=num_microbatches,
                 microbatches=microbatches,
-                counts=counts_by_mask(counts, self._settings.objective.mask_keys),
+                counts=self._planner.counts_by_mask(counts),
                 num_units=num_units,
                 iteration=iteration,
                 begins=_weakly(self._enter_planned),  # a step keeps no aggregator alive
@@ -206,7 +209,8 @@ class LossAggregator(HostSide):
             ValueError, TypeError: a wrong option. LossAggError: denominators are deferred and
                 nothing could divide by them.
         """
-        self._measure_once()
+        if self._must_measure:
+            self.measure()
         if not callable(num_microbatches):
             resolve_num_microbatches(num_microbatches)
         by_tokens = pairs_by_tokens(forward_only, evaluation_average)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.step.stream_options import NumMicrobatches
+from megatron_lossagg.weights.microbatch import NumMicrobatches
 
 from ._megatron import megatron
 

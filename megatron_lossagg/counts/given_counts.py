@@ -8,14 +8,12 @@ from typing import Any
 from megatron_lossagg.counts.global_counts import GlobalCounts
 
 
-def counts_by_mask(counts: Any, mask_keys: tuple[str, ...]) -> dict[str, GlobalCounts] | None:
+def counts_by_mask(counts: Any, mask_keys: tuple[str, ...]) -> dict[str, GlobalCounts]:
     """Counts that a caller passed, by mask.
 
     Raises:
         TypeError: something else. ValueError: a mask of a term without counts.
     """
-    if counts is None:
-        return None
     by_mask = {mask_keys[0]: counts} if isinstance(counts, GlobalCounts) else counts
     if not isinstance(by_mask, Mapping) or not all(
         isinstance(value, GlobalCounts) for value in by_mask.values()

@@ -21,7 +21,6 @@ def check_pass(
     run: SchedulePass,
     plan: StepWeights | None,
     context: StepContext,
-    num_microbatches: int,
     schedule_num_tokens: Tensor | None,
 ) -> GroupSums | None:
     """Raise LossAggError if a run was not what was planned: one all-reduce over dp x cp.
@@ -32,14 +31,13 @@ def check_pass(
         run: what the schedule did.
         plan: the weights, on a rank with data.
         context: of the step.
-        num_microbatches: M, for which the step was planned.
         schedule_num_tokens: what the schedule summed up for `finalize_model_grads` (R3), if known.
     """
     is_last_stage = context.groups.is_last_stage
     problems = local_problems(
         run,
         context.contract,
-        num_microbatches,
+        context.num_microbatches,
         loss_is_expected=is_last_stage and context.counts_loss_calls,
         schedule_num_tokens=schedule_num_tokens if context.sees_weights else None,
     )
@@ -198,8 +196,9 @@ def _sum_over_ranks(
     if run.num_tokens:
         parts["num_tokens"] = torch.stack(run.num_tokens).sum().double().view(1)
     if plan is not None:
+        if plan.counts_are_given:
+            parts["given"] = plan.given_here().flatten()
         parts["held"] = plan.held_here().double()
-        parts["given"] = plan.given_here().flatten()
         if not context.objective.has_checksums:
             parts["planned"] = plan.planned_weight_sums()
     on = communication_device(context.groups.dp_cp, device)
@@ -246,7 +245,7 @@ def _check_given(plan: StepWeights, sums: GroupSums, context: StepContext) -> No
 
 def _weights_beside(plan: StepWeights, sums: GroupSums, context: StepContext) -> str:
     """What wrong counts did to the weights, if that shows in their sum."""
-    found = sums.weights[0] / context.contract.cp_copies
+    found = sums.weights[0] / context.cp_copies
     expected = plan.expected_weight_sums()[0].item()
     if math.isclose(found, expected, rel_tol=1e-6) or math.isnan(expected):
         return ""
@@ -274,7 +273,7 @@ def _check_weight_sums(
     for index, expected in enumerate(plan.expected_weight_sums().tolist()):
         if math.isnan(expected):  # a registered mode without one; whole masks are on all C ranks
             expected = sums.planned[index] / context.plan_copies
-        found = sums.weights[index] / contract.cp_copies
+        found = sums.weights[index] / context.cp_copies
         # Each weight is rounded once (half an epsilon); the sum is float64.
         tolerance = max(run.coarsest_eps, plan.weight_eps, 1e-12) * abs(expected)
         if not abs(found - expected) <= tolerance:  # in this order, so that a NaN raises

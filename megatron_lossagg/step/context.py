@@ -7,62 +7,56 @@ from dataclasses import dataclass
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.objective.objective import Objective
 from megatron_lossagg.schedule.contract import ScheduleContract
-from megatron_lossagg.step.settings import Settings
+from megatron_lossagg.step.report import ReportShape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepContext:
     """What a step shares with the others of its aggregator, and what holds at its moment.
 
     Attributes:
-        settings: what the aggregator was built with.
+        num_microbatches: M, what the schedule must be called with on this rank.
+        share: 1 / (M D C): one microbatch of one rank, of all.
+        loss_factor: what S is multiplied by before it is returned.
         objective: terms and metrics.
+        report_shape: what is reduced for a report.
         contract: the regime and its factors.
         groups: the process groups.
         weights_keys: the fields that carry the weights of each of the objective's weightings.
+        main_mask_is_kept: the field of weights named `loss_mask` holds that mask itself.
         coefficients: of the terms, at the step's iteration; () on a rank that runs no step of its
             own and only receives a report.
+        cp_copies: on how many context-parallel ranks one token's value is present.
+        plan_copies: on how many of them the plan has each token.
+        rows_are_sequences: `loss_func` sees whole rows, not those of a context-parallel chunk.
+        reports_counts: `report` also tells the counts of the global batch.
+        is_deferred: counts are known once gradients are finalized.
+        divides_later: the weights lack their global divisor: gradients and reports get it when
+            gradients are finalized.
         forward_only: the step is evaluated and never trained on.
         pairs_by_tokens: the pairs of a report have n, the valid tokens of the microbatch, as their
             denominators, and numerators that go with it; else shares that sum to 1.
-        divides_later: the weights lack their global divisor: gradients and reports get it when
-            gradients are finalized.
-        counts_loss_calls: whether `loss_func` runs once per microbatch, in Python.
-        sees_weights: whether it runs in Python, so that the weights it saw can be summed.
+        counts_loss_calls: `loss_func` runs once per microbatch, in Python.
+        sees_weights: it runs in Python, so that the weights it saw can be summed.
     """
 
-    settings: Settings
+    num_microbatches: int
+    share: float
+    loss_factor: float
     objective: Objective
+    report_shape: ReportShape
     contract: ScheduleContract
     groups: ParallelGroups
     weights_keys: tuple[str, ...]
+    main_mask_is_kept: bool
     coefficients: tuple[float, ...]
-    forward_only: bool = False
-    pairs_by_tokens: bool = False
-    divides_later: bool = False
-    counts_loss_calls: bool = True
-    sees_weights: bool = True
-
-    @property
-    def reports_counts(self) -> bool:
-        """Whether `report` also tells the counts of the global batch."""
-        return self.settings.options.report_counts
-
-    @property
-    def weights_key(self) -> str:
-        """The field that carries the weights of the first weighting."""
-        return self.settings.options.weights_key
-
-    @property
-    def plan_copies(self) -> int:
-        """On how many context-parallel ranks the plan has each token."""
-        return 1 if self.settings.options.masks_are_cp_sliced else self.contract.cp_size
-
-    @property
-    def rows_are_sequences(self) -> bool:
-        """Whether `loss_func` sees whole rows, not those of a context-parallel chunk."""
-        return self.groups.cp_size == 1 or self.contract.cp_copies > 1
-
-    def share(self, num_microbatches: int) -> float:
-        """1 / (M D C): one microbatch of one rank, of all."""
-        return 1.0 / (num_microbatches * self.groups.dp_cp_size)
+    cp_copies: int
+    plan_copies: int
+    rows_are_sequences: bool
+    reports_counts: bool
+    is_deferred: bool
+    divides_later: bool
+    forward_only: bool
+    pairs_by_tokens: bool
+    counts_loss_calls: bool
+    sees_weights: bool

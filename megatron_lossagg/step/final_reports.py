@@ -15,7 +15,6 @@ def complete_reports(
     reports: Sequence[MicrobatchReport],
     num_tokens: float,
     context: StepContext,
-    num_microbatches: int,
 ) -> None:
     """Complete reports that a host sums up, in place: an all-reduce over dp x cp of extremes.
 
@@ -26,9 +25,8 @@ def complete_reports(
         reports: of this rank's microbatches.
         num_tokens: n of the global batch, where pairs have it as denominators.
         context: of the step.
-        num_microbatches: M.
     """
-    share = context.share(num_microbatches)
+    share = context.share
     if context.pairs_by_tokens and num_tokens == 0:
         for report in reports:
             report.divide_by_share(share)

@@ -37,7 +37,10 @@ class Finalizer:
 
     def watch(self, model_config: Any) -> None:
         """From now on, steps are finalized by this config's function, too."""
-        if not any(config is model_config for config in self._configs):
+        for config in self._configs:
+            if config is model_config:
+                break
+        else:
             self._configs.append(model_config)
         if self._settings.is_deferred:
             self._divide_in(model_config)
@@ -58,7 +61,10 @@ class Finalizer:
 
     def _hooks(self) -> list[FinalizeHook]:
         """Those of the watched configs, put there where they are missing."""
-        hooks = [hook_of(config) for config in self._configs]
+        hooks = []
+        for config in self._configs:
+            if getattr(config, "finalize_model_grads_func", None) is not None:
+                hooks.append(hook_of(config))
         return [hook for hook in hooks if hook is not None]
 
     def _divide_in(self, model_config: Any) -> None:

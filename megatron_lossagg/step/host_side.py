@@ -66,7 +66,9 @@ class HostSide:
         is a copy of it, after `finalize_model_grads_func` was set there: a schedule reads that from
         the config of its first model chunk.
         """
-        self._finalizer.watch(self.model_config if model_config is None else model_config)
+        if model_config is None:
+            model_config = self._settings.model_config
+        self._finalizer.watch(model_config)
         self._finalizer.enter()
 
     @property
@@ -181,7 +183,3 @@ class HostSide:
     def _measure_chunks(self, chunks: list[Any]) -> None:
         self._finalizer.before_first_step = None
         self.measure(model=chunks)
-
-    def _measure_once(self) -> None:
-        if self._must_measure:
-            self.measure()

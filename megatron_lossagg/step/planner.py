@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
+from megatron_lossagg.counts.given_counts import counts_by_mask
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.schedule.refusals import (
@@ -15,10 +16,11 @@ from megatron_lossagg.schedule.refusals import (
 )
 from megatron_lossagg.step.context import StepContext
 from megatron_lossagg.step.identity import options_identity, step_identity
+from megatron_lossagg.step.report import ReportShape
 from megatron_lossagg.step.settings import Settings
 from megatron_lossagg.step.step import Step
 from megatron_lossagg.weights.deferred import DeferredPlan
-from megatron_lossagg.weights.microbatch import Microbatch, WeightOptions
+from megatron_lossagg.weights.microbatch import Microbatch, WeightOptions, resolve_num_microbatches
 from megatron_lossagg.weights.plan import WeightPlan
 from megatron_lossagg.weights.step_weights import StepWeights
 
@@ -55,6 +57,17 @@ class StepPlanner:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        options, objective = settings.options, settings.objective
+        self._weight_options = WeightOptions(
+            weightings=objective.weightings,
+            weights_keys=objective.weights_keys(options.weights_key),
+            weight_dtype=options.torch_weight_dtype,
+            masks_are_cp_sliced=options.masks_are_cp_sliced,
+            metrics=objective.metric_sums,
+            keeps_mask=objective.keeps_mask(options.weights_key),
+        )
+        self._report_shape = ReportShape.of(objective, reports_counts=options.report_counts)
+        self._identity = options_identity(options, objective)
 
     def plan(self, request: StepRequest) -> Step:
         """A step: with microbatches starts one all-reduce over dp, unless counts are given.
@@ -67,11 +80,12 @@ class StepPlanner:
             LossAggError: a configuration that cannot be honoured.
         """
         coefficients = self._settings.objective.coefficients(request.iteration)
-        context = self._context(coefficients, request.forward_only, request.pairs_by_tokens)
+        context = self._context(
+            request.num_microbatches, coefficients, request.forward_only, request.pairs_by_tokens
+        )
         return Step(
             context,
             self._weights(request, context),
-            request.num_microbatches,
             microbatches=request.microbatches or (),
             known_counts=request.counts,
             begins=request.begins,
@@ -79,7 +93,7 @@ class StepPlanner:
 
     def receiver(self) -> Step:
         """Of a rank that runs no step and only receives a report: no coefficient is evaluated."""
-        return Step(self._context((), False, None), None, 1)
+        return Step(self._context(1, (), False, None), None)
 
     def check_is_counted(self) -> None:
         """Raise LossAggError where `begin_step` is called with deferred denominators."""
@@ -118,15 +132,23 @@ class StepPlanner:
                 "counted. Give this rank its microbatches; one without sequences passes "
                 "microbatches whose masks are all 0."
             )
-        return num_microbatches
+        return resolve_num_microbatches(num_microbatches)
+
+    def counts_by_mask(self, counts: Any) -> dict[str, GlobalCounts] | None:
+        """Counts that a caller passed to `begin_step`, by mask; see `given_counts`."""
+        return None if counts is None else counts_by_mask(counts, self._weight_options.mask_keys)
 
     def _context(
-        self, coefficients: tuple[float, ...], forward_only: bool, pairs_by_tokens: bool | None
+        self,
+        num_microbatches: int,
+        coefficients: tuple[float, ...],
+        forward_only: bool,
+        pairs_by_tokens: bool | None,
     ) -> StepContext:
         settings, model_config = self._settings, self._settings.model_config
         groups = settings.current_groups()
         contract = settings.current_contract(groups)
-        divides_later = settings.divides_later(contract)
+        divides_later = settings.is_deferred and settings.divides_later(contract)
         if settings.is_deferred:
             refuse_deferred(
                 model_config,
@@ -135,21 +157,30 @@ class StepPlanner:
                 divides_later=divides_later,
                 masks_are_cp_sliced=settings.options.masks_are_cp_sliced,
             )
-        if pairs_by_tokens is None:
-            pairs_by_tokens = contract.weights_carry_num_tokens
         # A replayed CUDA graph does not enter Python; hybrid context parallelism calls once per
         # sample that it assigned to this rank.
         replayed = uses_full_iteration_cuda_graph(model_config)
+        is_by_tokens = contract.weights_carry_num_tokens
+        cp_copies = contract.cp_copies
         return StepContext(
-            settings=settings,
+            num_microbatches=num_microbatches,
+            share=1.0 / (num_microbatches * groups.dp_cp_size),
+            loss_factor=contract.loss_factor(num_microbatches),
             objective=settings.objective,
+            report_shape=self._report_shape,
             contract=contract,
             groups=groups,
-            weights_keys=self._weights_keys,
+            weights_keys=self._weight_options.weights_keys,
+            main_mask_is_kept=self._weight_options.keeps_mask,
             coefficients=coefficients,
-            forward_only=forward_only,
-            pairs_by_tokens=pairs_by_tokens,
+            cp_copies=cp_copies,
+            plan_copies=1 if settings.options.masks_are_cp_sliced else contract.cp_size,
+            rows_are_sequences=contract.cp_size == 1 or cp_copies > 1,
+            reports_counts=settings.options.report_counts,
+            is_deferred=settings.is_deferred,
             divides_later=divides_later,
+            forward_only=forward_only,
+            pairs_by_tokens=is_by_tokens if pairs_by_tokens is None else pairs_by_tokens,
             counts_loss_calls=not (replayed or uses_hybrid_cp(model_config)),
             sees_weights=not replayed,
         )
@@ -158,36 +189,16 @@ class StepPlanner:
         """The weights of this rank's microbatches; None where it has none."""
         if request.microbatches is None and not request.come_later:
             return None
-        settings = self._settings
-        options = WeightOptions(
-            weightings=settings.objective.weightings,
-            weights_keys=context.weights_keys,
-            weight_dtype=settings.options.torch_weight_dtype,
-            times_num_tokens=context.pairs_by_tokens and not settings.is_deferred,
-            masks_are_cp_sliced=settings.options.masks_are_cp_sliced,
-            identity=self._identity(context),
-            metrics=settings.objective.metric_sums,
-            keeps_mask=settings.objective.keeps_mask(settings.options.weights_key),
-        )
+        identity = {**self._identity, **step_identity(context)}
         if request.microbatches is None:
-            return DeferredPlan(options, request.num_microbatches)
+            num_microbatches = request.num_microbatches
+            return DeferredPlan(self._weight_options, num_microbatches, identity=identity)
         return WeightPlan(
-            request.microbatches, options, context.groups, request.counts, request.num_units
+            request.microbatches,
+            self._weight_options,
+            context.groups,
+            identity=identity,
+            times_num_tokens=context.pairs_by_tokens and not context.is_deferred,
+            counts=request.counts,
+            num_units=request.num_units,
         )
-
-    @cached_property
-    def _weights_keys(self) -> tuple[str, ...]:
-        return self._settings.objective.weights_keys(self._settings.options.weights_key)
-
-    @cached_property
-    def _options_identity(self) -> dict[str, str]:
-        return options_identity(self._settings.options, self._settings.objective)
-
-    def _identity(self, context: StepContext) -> dict[str, str]:
-        of_step = step_identity(
-            context.contract,
-            context.objective,
-            context.coefficients,
-            pairs_by_tokens=context.pairs_by_tokens,
-        )
-        return {**self._options_identity, **of_step}

@@ -20,6 +20,7 @@ from megatron_lossagg.groups import (
     communication_device,
 )
 from megatron_lossagg.objective.microbatch_report import ReportNames
+from megatron_lossagg.objective.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,31 @@ class ReportShape:
 
     Attributes:
         names: the entries.
-        num_counts: how many numbers the counts of the step are.
-        needs_counts: whether values depend on them.
+        num_counts: how many numbers the counts of the step are, see `StepCounts`.
+        needs_counts: whether values depend on them: metrics do, and terms that only report.
+        sizes: of what is summed: pairs, metric sums, counts, ranks with counts, tokens, problems.
     """
 
     names: ReportNames
     num_counts: int
     needs_counts: bool
+    sizes: tuple[int, ...]
 
-    @property
-    def sizes(self) -> list[int]:
-        """Of what is summed: pairs, metric sums, counts, ranks with counts, tokens, problems."""
-        num_sums = len(self.names.metric_sums)
-        return [2 * (len(self.names.values) + num_sums), num_sums, self.num_counts, 1, 1, 1]
+    @classmethod
+    def of(cls, objective: Objective, *, reports_counts: bool) -> ReportShape:
+        """Of the reports of an objective, with the counts of the step or without."""
+        names = objective.names
+        num_values, num_sums = len(names.values), len(names.metric_sums)
+        num_counts = 1 + num_values + num_sums + (3 if reports_counts else 0)
+        may_only_report = any(
+            callable(term.coefficient) or term.coefficient == 0 for term in objective.reported_terms
+        )
+        return cls(
+            names,
+            num_counts,
+            needs_counts=reports_counts or num_sums > 0 or may_only_report,
+            sizes=(2 * (num_values + num_sums), num_sums, num_counts, 1, 1, 1),
+        )
 
 
 @dataclass(frozen=True)
@@ -136,7 +149,7 @@ class LocalReport:
             known[shape.num_counts] = 1
         elif tokens_seen is not None:
             known[shape.num_counts + 1] = tokens_seen
-        extremes = cls.empty(shape).extremes.to(summed.device)
+        extremes = summed.new_empty(0)
         if shape.names.extremes:
             extremes = _largest(forward_data_store)
         return cls(torch.cat([summed, known]), extremes)

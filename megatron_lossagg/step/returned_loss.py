@@ -41,7 +41,7 @@ def num_valid_tokens(
     prediction losses by the sum of it. A token is counted once over context-parallel ranks.
     """
     num_tokens = _is_valid(microbatch, weights, context).sum(dtype=torch.int32)
-    if context.contract.cp_copies > 1 and context.groups.cp_rank > 0:
+    if context.cp_copies > 1 and context.groups.cp_rank > 0:
         return torch.zeros_like(num_tokens)
     return num_tokens
 
@@ -53,7 +53,7 @@ def _is_valid(
     if context.objective.weightings[0].mask_key == MAIN_MASK:
         return valid_tokens(weights[0])
     loss_mask = microbatch.get(MAIN_MASK)
-    if loss_mask is None and context.weights_key == MAIN_MASK:
+    if loss_mask is None and context.main_mask_is_kept:
         raise LossAggError(
             f"The microbatch given to loss_func has no {MAIN_MASK!r}, whose tokens Megatron "
             "divides by when calculate_per_token_loss is on. No term uses that mask, so the field "
@@ -85,19 +85,15 @@ def num_trained_tokens_seen(weights: Sequence[Tensor], context: StepContext) -> 
     return torch.stack(seen).sum() if seen else torch.zeros((), dtype=torch.float64)
 
 
-def metric_denominators(
-    weights: Sequence[Tensor], context: StepContext, share: float, divisors: Tensor | None
-) -> list[Tensor | float]:
+def metric_denominators(weights: Sequence[Tensor], context: StepContext) -> list[Tensor | float]:
     """What a microbatch adds to the denominators of metric sums where divisors are not known."""
-    objective, copies = context.objective, context.contract.cp_copies
+    objective, copies = context.objective, context.cp_copies
     found: list[Tensor | float] = []
-    if divisors is not None:
-        return found
     for metric, place in zip(objective.metric_sums, objective.places_of_metric_sums, strict=True):
         if metric.normaliser == "tokens":
             found.append(valid_tokens(weights[place]).sum() / copies)
         else:
-            found.append(share if metric.normaliser == "sum" else math.nan)
+            found.append(context.share if metric.normaliser == "sum" else math.nan)
     return found
 
 

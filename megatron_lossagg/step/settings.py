@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megatron_lossagg.config.options import LossAggOptions
@@ -40,7 +41,7 @@ class Settings:
         """The mode of the main mask."""
         return self.objective.weightings[0].spec
 
-    @property
+    @cached_property
     def is_deferred(self) -> bool:
         """Whether counts are known only when gradients are finalized."""
         return self.options.denominators == "deferred"

@@ -22,10 +22,8 @@ from megatron_lossagg.step.returned_loss import (
     with_graph,
 )
 from megatron_lossagg.step.schedule_pass import SchedulePass, TakenCount
-from megatron_lossagg.step.step_counts import num_trained_tokens
-from megatron_lossagg.step.step_report import step_report
+from megatron_lossagg.step.step_report import count_evaluation, num_trained_tokens, step_report
 from megatron_lossagg.weighted_sum import weights_of
-from megatron_lossagg.weights.deferred import sum_over_ranks
 from megatron_lossagg.weights.microbatch import METRIC_DIVISORS, Microbatch
 from megatron_lossagg.weights.step_weights import StepWeights
 from megatron_lossagg.weights.weighting import MAIN_MASK
@@ -43,7 +41,6 @@ class Step:
         self,
         context: StepContext,
         plan: StepWeights | None,
-        num_microbatches: int,
         *,
         microbatches: Sequence[Microbatch] = (),
         known_counts: Mapping[str, GlobalCounts] | None = None,
@@ -54,10 +51,10 @@ class Step:
         self._microbatches = microbatches
         self._known_counts = known_counts
         self._begins = begins
-        self.num_microbatches = num_microbatches
+        self.num_microbatches = context.num_microbatches
         self._pass = SchedulePass()
         self._reported_empty: bool | None = None
-        self.is_counted = not context.settings.is_deferred
+        self.is_counted = not context.is_deferred
 
     @property
     def plan(self) -> StepWeights | None:
@@ -119,10 +116,7 @@ class Step:
 
     @property
     def microbatches(self) -> list[dict[str, Any]]:
-        """Shallow copies of this rank's microbatches with weights; [] on a rank without data.
-
-        Of a step of `begin_step`: those of a stream are handed out as they come.
-        """
+        """Shallow copies of this rank's microbatches with weights; [] on a rank without data."""
         return [self.with_weights(m, index) for index, m in enumerate(self._microbatches)]
 
     def data_iterator(self, num_chunks: int = 1) -> list[Iterator[dict[str, Any]] | None]:
@@ -187,7 +181,8 @@ class Step:
             denominator]}, to be summed by `report` or Megatron-LM's train_step.
         """
         context, contract = self._context, self._context.contract
-        check_gradients_are_wanted(context)
+        if context.divides_later or context.forward_only:
+            check_gradients_are_wanted(context)
         weights = [weights_of(microbatch, key) for key in context.weights_keys]
         sums = context.objective.sums_of(
             output_tensor,
@@ -204,26 +199,26 @@ class Step:
         if contract.regime == "R3" or context.pairs_by_tokens:
             num_tokens = num_valid_tokens(microbatch, weights, context)
             run.num_tokens.append(num_tokens)
-        divisors = None
-        if context.sees_weights:  # a captured graph would keep those of its first step
-            divisors = microbatch.get(METRIC_DIVISORS)
-            divisors = self.metric_divisors if divisors is None else divisors
-        share = context.share(self.num_microbatches)
+        divisors, denominators = None, None
+        if context.objective.metric_sums:
+            if context.sees_weights:  # a captured graph would keep those of its first step
+                divisors = microbatch.get(METRIC_DIVISORS)
+                divisors = self.metric_divisors if divisors is None else divisors
+            if divisors is None:
+                denominators = metric_denominators(weights, context)
         report = microbatch_report(
             sums,
             context.objective.names,
             num_tokens=num_tokens if context.pairs_by_tokens else None,
-            share=share,
-            copies=contract.cp_copies,
+            share=context.share,
+            copies=context.cp_copies,
             divisors=divisors,
-            metric_denominators=metric_denominators(weights, context, share, divisors),
+            metric_denominators=denominators or (),
         )
         run.reports.append(report)
         if non_loss_data:
             return report
-        loss = with_graph(sums.total, output_tensor, context.groups) * contract.loss_factor(
-            self.num_microbatches
-        )
+        loss = with_graph(sums.total, output_tensor, context.groups) * context.loss_factor
         run.returned.append((sums.values, loss.detach()))  # an alias
         if contract.regime == "R3":
             return loss, num_tokens, report
@@ -247,7 +242,7 @@ class Step:
         for report in self._pass.reports:
             report.multiply_values(gradient_factor)
             if divisors is not None:
-                report.divide_metrics(divisors, self._context.share(self.num_microbatches))
+                report.divide_metrics(divisors, self._context.share)
 
     def validate(self, num_tokens: Tensor | None = None) -> None:
         """Check the last run of the schedule: one all-reduce over dp x cp, on the last stage only.
@@ -269,9 +264,9 @@ class Step:
         if run.is_validated:
             num_tokens = None  # it belongs to a run of another step
         run.is_validated = True
-        sums = check_pass(run, self._plan, self._context, self.num_microbatches, num_tokens)
+        sums = check_pass(run, self._plan, self._context, num_tokens)
         if sums is not None:
-            complete_reports(run.reports, sums.num_tokens, self._context, self.num_microbatches)
+            complete_reports(run.reports, sums.num_tokens, self._context)
 
     def report(
         self,
@@ -290,34 +285,20 @@ class Step:
             (T/B) and masked_fraction (1 - T / positions of the masks). A minimum or maximum over no
             token is NaN. {} on earlier stages with `broadcast_over_pipeline=False`.
         """
+        context, problem = self._context, None
+        is_to_count = not self.is_counted and not context.divides_later
+        if is_to_count and context.groups.is_last_stage:
+            problem = count_evaluation(self._plan, context.groups)
+            self.is_counted = problem is None
         found = step_report(
             forward_data_store,
             self._plan,
             self._pass,
-            self._context,
-            num_microbatches=self.num_microbatches,
-            problem=self._count_evaluation(),
+            context,
+            problem=problem,
             over_pipeline=broadcast_over_pipeline,
         )
         if found is None:
             return {}
         self._reported_empty = found.is_empty
         return found.values
-
-    def _count_evaluation(self) -> str | None:
-        """Sum deferred counts that no gradient brings: over dp and tp, on the last stage.
-
-        Returns:
-            What went wrong, for all ranks to hear of; None: nothing.
-        """
-        context = self._context
-        if self.is_counted or context.divides_later or not context.groups.is_last_stage:
-            return None
-        try:
-            pending = sum_over_ranks(self._plan, context.groups)
-        except LossAggError as error:
-            return str(error)
-        if self._plan is not None and pending is not None:
-            self._plan.set_counts(pending)
-        self.is_counted = True
-        return None

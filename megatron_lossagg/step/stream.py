@@ -13,7 +13,8 @@ from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.schedule.run import ScheduleRun, has_been_left
 from megatron_lossagg.step.iterators import ChunkIterators
 from megatron_lossagg.step.step import Step
-from megatron_lossagg.step.stream_options import PlanStep, StreamOptions, resolve_num_microbatches
+from megatron_lossagg.step.stream_options import PlanStep, StreamOptions
+from megatron_lossagg.weights.microbatch import resolve_num_microbatches
 
 
 class WrappedStream:

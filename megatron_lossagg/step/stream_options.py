@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any
 
 from megatron_lossagg.step.planner import StepRequest
 from megatron_lossagg.step.step import Step
-from megatron_lossagg.weights.microbatch import Microbatch
-
-NumMicrobatches = int | Callable[[], int]
+from megatron_lossagg.weights.microbatch import Microbatch, NumMicrobatches
 
 
 @dataclass(frozen=True)
@@ -47,18 +43,6 @@ class StreamOptions:
 
 # Plans a step of a stream from its microbatches, or from none where they are not known yet, and M.
 PlanStep = Callable[[StreamOptions, Sequence[Microbatch] | None, int], Step]
-
-
-def resolve_num_microbatches(num_microbatches: NumMicrobatches) -> int:
-    """M from a number or a function that gives it; raises unless it is an int of at least 1."""
-    value: Any = num_microbatches() if callable(num_microbatches) else num_microbatches
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(
-            f"num_microbatches must be an int (or a function giving one), got {value!r}."
-        )
-    if value < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {value}.")
-    return int(value)
 
 
 def pairs_by_tokens(forward_only: bool, evaluation_average: str | None) -> bool | None:

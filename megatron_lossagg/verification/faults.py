@@ -42,7 +42,7 @@ def _mean_of_means() -> Any:
             weight_dtype=self._options.weight_dtype,
         ).spread(index)
         share = len(self) * int(self._pending._vector[0])  # type: ignore[union-attr]
-        scale = self.counts.num_tokens if self._options.times_num_tokens else 1
+        scale = self.counts.num_tokens if self._times_num_tokens else 1
         return (own_weights / share * scale,)
 
     return mock.patch.object(WeightPlan, "weights", weights)

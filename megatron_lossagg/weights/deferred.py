@@ -13,6 +13,7 @@ pipeline stage: see `DeferredDivision`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,8 +43,10 @@ from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting
 class DeferredPlan(StepWeights):
     """The weights u of microbatches as they come, and this rank's counts so far."""
 
-    def __init__(self, options: WeightOptions, num_microbatches: int) -> None:
-        super().__init__(options, options.mask_keys)
+    def __init__(
+        self, options: WeightOptions, num_microbatches: int, *, identity: Mapping[str, str]
+    ) -> None:
+        super().__init__(options, options.mask_keys, identity)
         [self._weighting] = options.weightings
         self._num_microbatches = num_microbatches
         self._vectors: list[Tensor] = []
@@ -52,11 +55,6 @@ class DeferredPlan(StepWeights):
 
     def __len__(self) -> int:
         return self._num_microbatches
-
-    @property
-    def counts_are_given(self) -> bool:
-        """Never: they are summed over ranks when gradients are finalized."""
-        return False
 
     def weights(self, index: int) -> tuple[Tensor, ...]:
         """The weights u [b, s] of one microbatch that has come."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron_lossagg.weights.metrics import Metric
 from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting, distinct_masks
 
 Microbatch = Mapping[str, Any]
+NumMicrobatches = int | Callable[[], int]
 
 # Fields that only serve counting. They have no token dimension, so context-parallel slicers, which
 # cut every field, would break on them.
@@ -38,14 +40,12 @@ def check_weights_key(weights_key: Any) -> None:
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """How weights are built and carried.
+    """How the weights of every step of an aggregator are built and carried.
 
     Attributes:
         weightings: the distinct modes and masks of the terms.
         weights_keys: for each of them the field of a microbatch that carries its weights.
         weight_dtype: their dtype.
-        times_num_tokens: carry T * w instead of w, T the tokens of `loss_mask`.
-        identity: by option what must be equal on all ranks, as text.
         masks_are_cp_sliced: masks are this context-parallel rank's part already.
         metrics: the metrics that are sums, which are divided by counts.
         keeps_mask: no term uses `loss_mask`: the field keeps the mask, and no weights.
@@ -54,8 +54,6 @@ class WeightOptions:
     weightings: tuple[Weighting, ...]
     weights_keys: tuple[str, ...]
     weight_dtype: torch.dtype
-    times_num_tokens: bool
-    identity: Mapping[str, str]
     masks_are_cp_sliced: bool = False
     metrics: tuple[Metric, ...] = ()
     keeps_mask: bool = False
@@ -138,6 +136,18 @@ def carry_weights(copy: dict[str, Any], weights: Sequence[Tensor], options: Weig
 def without_counting_keys(microbatch: Microbatch) -> dict[str, Any]:
     """A shallow copy without the fields that only serve counting."""
     return {k: v for k, v in microbatch.items() if k not in COUNTING_KEYS}
+
+
+def resolve_num_microbatches(num_microbatches: NumMicrobatches) -> int:
+    """M from a number or a function that gives it; raises unless it is an int of at least 1."""
+    value: Any = num_microbatches() if callable(num_microbatches) else num_microbatches
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(
+            f"num_microbatches must be an int (or a function giving one), got {value!r}."
+        )
+    if value < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {value}.")
+    return int(value)
 
 
 def check_microbatches(microbatches: Any, num_microbatches: int | None) -> int:

@@ -34,7 +34,8 @@ class WeightPlan(StepWeights):
     """Counts and weights of this rank's microbatches for one step.
 
     The constructor starts the all-reduce of the counts over the data-parallel group, or none if
-    `counts` are given; `weights` waits for it.
+    `counts` are given; `weights` waits for it. With `times_num_tokens` weights are T * w instead of
+    w, T the tokens of `loss_mask`.
     """
 
     def __init__(
@@ -42,12 +43,17 @@ class WeightPlan(StepWeights):
         microbatches: Sequence[Microbatch],
         options: WeightOptions,
         groups: ParallelGroups,
+        *,
+        identity: Mapping[str, str],
+        times_num_tokens: bool = False,
         counts: Mapping[str, GlobalCounts] | None = None,
         num_units: int | None = None,
     ) -> None:
         for index, microbatch in enumerate(microbatches):
             check_microbatch(microbatch, index, options)
-        super().__init__(options, masks_to_count(microbatches, options.mask_keys))
+        super().__init__(options, masks_to_count(microbatches, options.mask_keys), identity)
+        self._times_num_tokens = times_num_tokens
+        self.counts_are_given = counts is not None
         sequences = [Sequences.of_microbatches(microbatches, key) for key in self.mask_keys]
         if options.masks_are_cp_sliced:
             sequences = _with_full_counts(sequences, groups)
@@ -70,11 +76,6 @@ class WeightPlan(StepWeights):
 
     def __len__(self) -> int:
         return len(self._weights)
-
-    @property
-    def counts_are_given(self) -> bool:
-        """Whether a driver gave the counts, so that none were reduced."""
-        return self._pending is None
 
     def local_vector(self) -> Tensor:
         """This rank's counts, packed, int64 [VECTOR_LENGTH]."""
@@ -129,7 +130,7 @@ class WeightPlan(StepWeights):
 
     def _times(self) -> Tensor | None:
         """T where finalize divides by it; it divides by nothing if T is 0."""
-        if not self._options.times_num_tokens:
+        if not self._times_num_tokens:
             return None
         return self.counts.num_tokens.clamp(min=1).double()
 
@@ -164,7 +165,7 @@ class WeightPlan(StepWeights):
     def _checked_counts(self, counts: Mapping[str, GlobalCounts]) -> dict[str, GlobalCounts]:
         """Given counts; raises ValueError if a mask that is needed has none."""
         needed = set(self._options.mask_keys)
-        if self._options.times_num_tokens:
+        if self._times_num_tokens:
             needed.add(self.mask_keys[0])
         missing = [key for key in self.mask_keys if key in needed and key not in counts]
         if missing:

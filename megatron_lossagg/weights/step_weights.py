@@ -31,13 +31,26 @@ class StepWeights(ABC):
     Two kinds: `WeightPlan` counts the step before it runs, or is given the counts; `DeferredPlan`
     counts its microbatches as they come, and knows the global counts when gradients are finalized.
 
+    Args:
+        options: of the aggregator.
+        mask_keys: the masks that are counted, the main one first.
+        identity: by option what must be equal on all ranks, as text.
+
     Attributes:
         mask_keys: the masks that are counted, the main one first.
+        counts_are_given: whether a driver gave the counts, so that none were reduced.
+        weight_eps: machine epsilon of the weights' dtype.
     """
 
-    def __init__(self, options: WeightOptions, mask_keys: tuple[str, ...]) -> None:
+    counts_are_given = False
+
+    def __init__(
+        self, options: WeightOptions, mask_keys: tuple[str, ...], identity: Mapping[str, str]
+    ) -> None:
         self._options = options
         self.mask_keys = mask_keys
+        self.weight_eps = torch.finfo(options.weight_dtype).eps
+        self._identity = identity
         self._pending: PendingCounts | None = None
         self._counts: dict[str, GlobalCounts] = {}
         self._divisors: Tensor | None = None
@@ -68,11 +81,6 @@ class StepWeights(ABC):
     @abstractmethod
     def gradient_factor(self, regime: str) -> float:
         """What finalized gradients are still to be multiplied by. Waits for the counts."""
-
-    @property
-    @abstractmethod
-    def counts_are_given(self) -> bool:
-        """Whether a driver gave the counts, so that none were reduced."""
 
     def with_weights(self, microbatch: Microbatch, index: int) -> dict[str, Any]:
         """A shallow copy of a microbatch with weights `index`, without fields that only count."""
@@ -144,11 +152,6 @@ class StepWeights(ABC):
         return self._counts if self.counts_are_given else {}
 
     @property
-    def weight_eps(self) -> float:
-        """Machine epsilon of the weights' dtype."""
-        return torch.finfo(self._options.weight_dtype).eps
-
-    @property
     def metric_divisors(self) -> Tensor | None:
         """What metric sums are divided by, float64 [num_metric_sums]; None: none, or not known."""
         metrics = self._options.metrics
@@ -160,7 +163,7 @@ class StepWeights(ABC):
     def identity(self) -> dict[str, str]:
         """By option what must be equal on all ranks that take part in one step."""
         has_main_mask = self.mask_keys[0] == MAIN_MASK
-        return {**self._options.identity, f"{MAIN_MASK!r} in the microbatches": str(has_main_mask)}
+        return {**self._identity, f"{MAIN_MASK!r} in the microbatches": str(has_main_mask)}
 
     def fingerprint(self) -> int:
         """A number that is equal on ranks whose `identity` is."""

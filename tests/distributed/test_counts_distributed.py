@@ -380,9 +380,9 @@ def _settle(has_data):
     from megatron_lossagg.weights.weighting import Weighting
 
     options = WeightOptions(
-        (Weighting(ModeSpec("seq-mean-token-sum")),), ("weights",), torch.float64, False, {}
+        (Weighting(ModeSpec("seq-mean-token-sum")),), ("weights",), torch.float64
     )
-    plan = DeferredPlan(options, 2)
+    plan = DeferredPlan(options, 2, identity={})
     for index, microbatch in enumerate(make_microbatches([3, 0 if dist.get_rank() else 5])):
         plan.with_weights(microbatch, index)
     plan = plan if has_data or dist.get_rank() == 0 else None
