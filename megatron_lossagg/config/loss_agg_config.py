@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_lossagg.config.presets import preset_options
 from megatron_lossagg.config.term_config import TermConfig
-from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.modes import ModeOptions, ModeSpec
 from megatron_lossagg.objective.terms import LossTerm
 from megatron_lossagg.schedule.contract import check_options
 from megatron_lossagg.typed_fields import check_flags, check_keys, read_dataclass, read_value
@@ -88,8 +88,9 @@ class LossAggConfig:
         if self.loss_agg_mode is not None:
             if self.terms:
                 raise ValueError("Pass loss_agg_mode or terms, not both: each term has its mode.")
-            spec = self._own_spec(self.loss_agg_mode)
-            object.__setattr__(self, "loss_scale_factor", spec.loss_scale_factor)  # a plain float
+            self._own_spec(self.loss_agg_mode)  # checks it
+            length = self._own_options().loss_scale_factor
+            object.__setattr__(self, "loss_scale_factor", length)  # a plain float
         elif not self.terms:
             raise ValueError(
                 "LossAggConfig needs 'loss_agg_mode', for example 'token-mean', or 'terms'."
@@ -179,13 +180,15 @@ class LossAggConfig:
     def main_spec(self) -> ModeSpec:
         """The mode; with terms that of the first."""
         if self.terms:
-            return ModeSpec.of(self.terms[0].loss_agg_mode, self.terms[0])
+            return self.terms[0].spec
         assert self.loss_agg_mode is not None  # one of both is given
         return self._own_spec(self.loss_agg_mode)
 
     def _own_spec(self, loss_agg_mode: str) -> ModeSpec:
-        return ModeSpec(
-            loss_agg_mode,
+        return ModeSpec.of(loss_agg_mode, self._own_options())
+
+    def _own_options(self) -> ModeOptions:
+        return ModeOptions(
             loss_scale_factor=self.loss_scale_factor,
             norm_semantics=self.norm_semantics,
             sequence_count=self.sequence_count,
