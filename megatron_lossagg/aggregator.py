@@ -19,7 +19,8 @@ from megatron_lossagg.groups import (
     broadcast_from_last,
     communication_device,
 )
-from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.modes import ModeOptions, ModeSpec
+from megatron_lossagg.modes.unread import judged_already
 from megatron_lossagg.objective.objective import LossFn, make_objective
 from megatron_lossagg.objective.terms import LossTerm, TermFn
 from megatron_lossagg.schedule.contract import ScheduleContract
@@ -111,10 +112,13 @@ class LossAggregator:
                 loss_fn,
                 terms,
                 loss_agg_mode=loss_agg_mode,
-                loss_scale_factor=loss_scale_factor,
-                norm_semantics=norm_semantics,
-                sequence_count=sequence_count,
+                options=ModeOptions(
+                    loss_scale_factor=loss_scale_factor,
+                    norm_semantics=norm_semantics,
+                    sequence_count=sequence_count,
+                ),
                 metrics=metrics,
+                report_counts=report_counts,
                 compile=compile,
             ),
             config_source=ConfigSource(model_config),
@@ -162,14 +166,15 @@ class LossAggregator:
         if terms is None and prepare is not None:
             raise ValueError("prepare is for terms; without them do its work in loss_fn.")
         only: Any = loss_fn if terms is None else prepare
-        return cls(
-            only,
-            terms=terms,
-            metrics=metrics,
-            model_config=model_config,
-            groups=groups,
-            **loss_agg_config.aggregator_arguments(),
-        )
+        with judged_already():
+            return cls(
+                only,
+                terms=terms,
+                metrics=metrics,
+                model_config=model_config,
+                groups=groups,
+                **loss_agg_config.aggregator_arguments(),
+            )
 
     def begin_step(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_lossagg.config.presets import preset_options
 from megatron_lossagg.config.term_config import TermConfig
 from megatron_lossagg.modes import ModeOptions, ModeSpec
+from megatron_lossagg.modes.unread import warn_of_unread
 from megatron_lossagg.objective.terms import LossTerm
 from megatron_lossagg.schedule.contract import check_options
 from megatron_lossagg.typed_fields import check_flags, check_keys, read_dataclass, read_value
@@ -88,8 +89,9 @@ class LossAggConfig:
         if self.loss_agg_mode is not None:
             if self.terms:
                 raise ValueError("Pass loss_agg_mode or terms, not both: each term has its mode.")
-            self._own_spec(self.loss_agg_mode)  # checks it
-            length = self._own_options().loss_scale_factor
+            options = self._own_options()
+            warn_of_unread(ModeSpec.of(self.loss_agg_mode, options), options)
+            length = options.loss_scale_factor
             object.__setattr__(self, "loss_scale_factor", length)  # a plain float
         elif not self.terms:
             raise ValueError(
@@ -182,10 +184,7 @@ class LossAggConfig:
         if self.terms:
             return self.terms[0].spec
         assert self.loss_agg_mode is not None  # one of both is given
-        return self._own_spec(self.loss_agg_mode)
-
-    def _own_spec(self, loss_agg_mode: str) -> ModeSpec:
-        return ModeSpec.of(loss_agg_mode, self._own_options())
+        return ModeSpec.of(self.loss_agg_mode, self._own_options())
 
     def _own_options(self) -> ModeOptions:
         return ModeOptions(

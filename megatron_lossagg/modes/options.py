@@ -71,6 +71,12 @@ class ModeOptions:
         values = {name: getattr(self, name) for name in OPTION_NAMES}
         return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
 
+    @property
+    def not_default(self) -> dict[str, Any]:
+        """Those that somebody gave and that are not the defaults, as plain values by name."""
+        defaults = (None, NormSemantics.SUM, SequenceCount.VALID)
+        return {k: v for k, v in self.mode_options.items() if v not in defaults}
+
 
 OPTION_NAMES = tuple(field.name for field in fields(ModeOptions))
 

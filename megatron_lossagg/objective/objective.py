@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_lossagg.modes import ModeOptions
+from megatron_lossagg.modes.unread import warn_of_unread
 from megatron_lossagg.objective.compile.compiled import CompiledSums
 from megatron_lossagg.objective.evaluation import Evaluation, Sums
 from megatron_lossagg.objective.microbatch_report import ReportNames
@@ -161,10 +163,9 @@ def make_objective(
     terms: Sequence[LossTerm] | None,
     *,
     loss_agg_mode: str | None,
-    loss_scale_factor: float | None,
-    norm_semantics: str,
-    sequence_count: str,
+    options: ModeOptions,
     metrics: Mapping[str, str] | None,
+    report_counts: bool = False,
     compile: bool = False,
 ) -> Objective:
     """The objective of `LossAggregator`'s arguments: several terms, or one loss_fn with a mode.
@@ -184,25 +185,18 @@ def make_objective(
                 "of their own."
             )
         only = LossTerm(
-            "the loss",
-            loss_fn,
-            loss_agg_mode,
-            loss_scale_factor=loss_scale_factor,
-            norm_semantics=norm_semantics,
-            sequence_count=sequence_count,
-            metrics=metrics or {},
+            "the loss", loss_fn, loss_agg_mode, metrics=metrics or {}, **options.mode_options
         )
-        return Objective([only], report_terms=False, compile=compile)
-    given = {
-        "loss_agg_mode": loss_agg_mode,
-        "loss_scale_factor": loss_scale_factor,
-        "metrics": metrics,
-        "norm_semantics": None if norm_semantics == "sum" else norm_semantics,
-        "sequence_count": None if sequence_count == "valid" else sequence_count,
-    }
-    wrong = [name for name, value in given.items() if value is not None]
-    if wrong:
-        raise ValueError(
-            f"{', '.join(wrong)} cannot be given with terms: each LossTerm has its own."
-        )
-    return Objective(terms, loss_fn, compile=compile)
+        objective = Objective([only], report_terms=False, compile=compile)
+    else:
+        given = {"loss_agg_mode": loss_agg_mode, "metrics": metrics, **options.not_default}
+        wrong = [name for name, value in given.items() if value is not None]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} cannot be given with terms: each LossTerm has its own."
+            )
+        objective = Objective(terms, loss_fn, compile=compile)
+    for term in objective.terms:
+        if not report_counts and not {"sequences", "units"} & set(term.metrics.values()):
+            warn_of_unread(term.spec, term, ("sequence_count",))
+    return objective
