@@ -76,7 +76,8 @@ def compare(
     mask = mask.to(mask_dtype)
     num_tokens = int(mask.sum())
     counts = GlobalCounts(*(torch.tensor(n) for n in (num_tokens, num_seqs, num_seqs)))
-    weights = token_weights(mask, mode, counts, loss_scale_factor=width, norm_semantics="seq-mean")
+    of_norm = {"loss_scale_factor": width, "norm_semantics": "seq-mean"}
+    weights = token_weights(mask, mode, counts, **of_norm if mode.endswith("-norm") else {})
     arguments = {
         "batch_num_tokens": num_tokens,
         "global_batch_size": num_seqs,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from megatron_lossagg.modes import (
-    check_loss_scale_factor,
-    check_norm_semantics,
-    get_mode,
-)
+from megatron_lossagg.modes import check_loss_scale_factor, check_norm_semantics, get_mode
 from megatron_lossagg.plain_tensors import check_plain_tensor
 from megatron_lossagg.row_means import divided, mean_of_row_means, num_tokens_of_rows
 from megatron_lossagg.weighted_sum import where_nonzero
@@ -69,14 +67,15 @@ def agg_loss(
             zero.
         TypeError: `loss_mat` is not floating point.
 
+    It does not use the modes' own factors, which are of global counts: verl's counts default to the
+    microbatch's, D is in the value, and its norm mode lacks D. Options that a mode does not read
+    are ignored without a warning, as callers of verl's function pass all of them.
+
     Source: verl `agg_loss`. It differs from it on purpose in two points: no 1e-8 is added to a
     sequence's count, and masked values are selected away, not multiplied by zero.
     """
-    if get_mode(loss_agg_mode).name not in _MODES:
-        raise ValueError(
-            f"agg_loss cannot compute {loss_agg_mode!r}, only verl's {', '.join(_MODES)}; use "
-            "LossAggregator or token_weights."
-        )
+    if loss_agg_mode not in _MODES:
+        raise _refused(loss_agg_mode)
     check_norm_semantics(norm_semantics)
     check_plain_tensor(loss_mat, "loss_mat", "[bs, response_length]")
     check_plain_tensor(loss_mask, "loss_mask", "[bs, response_length]")
@@ -118,6 +117,20 @@ def agg_loss(
     if norm_semantics == "sum":
         return total / width
     return _times(dp_size, divided(total, global_batch_size, num_seqs) / width)
+
+
+def _refused(loss_agg_mode: Any) -> ValueError:
+    """A mode that verl does not have, or none."""
+    try:
+        get_mode(loss_agg_mode)
+    except ValueError:
+        return ValueError(
+            f"Unknown loss_agg_mode {loss_agg_mode!r}; expected one of {', '.join(_MODES)}."
+        )
+    return ValueError(
+        f"agg_loss cannot compute {loss_agg_mode!r}, only verl's {', '.join(_MODES)}; use "
+        "LossAggregator or token_weights."
+    )
 
 
 def _times(dp_size: int, value: Tensor) -> Tensor:

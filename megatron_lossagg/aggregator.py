@@ -14,6 +14,7 @@ from megatron_lossagg.config.options import LossAggOptions, show_options
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.modes.unread import judged_already
 from megatron_lossagg.objective.objective import LossFn, make_objective
 from megatron_lossagg.objective.terms import LossTerm, TermFn
 from megatron_lossagg.schedule.model_config import AT_FIRST_STEP, ConfigSource
@@ -74,7 +75,13 @@ class LossAggregator(HostSide):
     ) -> None:
         chosen = LossAggOptions.of_keywords(options)
         objective = make_objective(
-            loss_fn, terms, metrics, chosen.loss_agg_mode, chosen, compile=chosen.compile
+            loss_fn,
+            terms,
+            loss_agg_mode=chosen.loss_agg_mode,
+            options=chosen,
+            metrics=metrics,
+            report_counts=chosen.report_counts,
+            compile=chosen.compile,
         )
         super().__init__(Settings(chosen, objective, ConfigSource(model_config), groups))
         self._planner = StepPlanner(self._settings)
@@ -107,14 +114,16 @@ class LossAggregator(HostSide):
         if terms is None and prepare is not None:
             raise ValueError("prepare is for terms; without them do its work in loss_fn.")
         only: Any = loss_fn if terms is None else prepare
-        return cls(
-            only,
-            terms=terms,
-            metrics=metrics,
-            model_config=model_config,
-            groups=groups,
-            **loss_agg_config.aggregator_arguments(),
-        )
+        arguments = loss_agg_config.aggregator_arguments()
+        with judged_already():
+            return cls(
+                only,
+                terms=terms,
+                metrics=metrics,
+                model_config=model_config,
+                groups=groups,
+                **arguments,
+            )
 
     def begin_step(
         self,

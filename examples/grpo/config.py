@@ -10,7 +10,6 @@ from typing import Any
 from grpo.task import CountTask
 from grpo.terms import KL, POLICY, POLICY_METRICS, TERMS
 from megatron_lossagg import LossAggConfig
-from megatron_lossagg.modes import get_mode
 from megatron_lossagg.testing import Layout
 
 # The field of a microbatch that carries the weights: the one that Megatron-LM scripts broadcast.
@@ -179,7 +178,7 @@ class TrainingConfig:
                     f"loss_agg.terms.{term.name}: metrics and mask_key are this example's own; "
                     "leave them out."
                 )
-            if get_mode(term.loss_agg_mode).needs_units:
+            if term.spec.needs_units:
                 raise ValueError(
                     f"loss_agg.terms.{term.name}: {term.loss_agg_mode} counts units, and this "
                     "example's sequences belong to none. Choose another mode."

@@ -1,56 +1,72 @@
-"""`megatron-lossagg modes`: the aggregation modes and the presets, as tables."""
+"""`megatron-lossagg modes`: the aggregation modes and the presets, as lists for any width."""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
+import shutil
+import textwrap
+
+import typer
 
 from megatron_lossagg.config.presets import PRESETS, REFUSED
-from megatron_lossagg.modes import get_mode, registered_by, registered_names
+from megatron_lossagg.modes import AggregationMode, get_mode, mode_names, registered_names
+from megatron_lossagg.modes.length_power import MAX_EXPONENT, PREFIX, formula_of
+from megatron_lossagg.modes.registry import registered_by
+from megatron_lossagg.modes.table import Formula
 
-_ROWS = (
-    ("token-mean", "", "1 / T", "1"),
-    ("token-sum", "", "1", "T"),
-    ("seq-mean-token-sum", "", "1 / B", "T / B"),
-    ("seq-mean-token-mean", "", "1 / (B n_s)", "B_valid / B"),
-    ("seq-mean-token-sum-norm", "norm_semantics: sum", "1 / L", "T / L"),
-    ("seq-mean-token-sum-norm", "norm_semantics: seq-mean", "1 / (B L)", "T / (B L)"),
-    ("unit-mean-token-sum", "needs unit_ids", "1 / U", "T / U"),
-    ("unit-mean-token-mean", "needs unit_ids", "1 / (U T_u)", "U_valid / U"),
-    ("unit-mean-seq-mean-token-mean", "needs unit_ids", "1 / (U B_u n_s)", "U_valid / U"),
-    ("length-power-A", "A from 0 to 4", "n_s^-A / B", "compared with the plan"),
+_INDENT = "    "
+_SYMBOLS = (
+    "T: valid tokens of the global batch. B: its sequences with a valid token (sequence_count: "
+    "valid) or all real rows (nominal); B_valid: the former. n_s: valid tokens of the sequence. L: "
+    "loss_scale_factor. U: units (rollouts, prompts), counted as B is; T_u, B_u: tokens and "
+    "sequences of the sequence's unit."
 )
 
 
 def modes() -> None:
     """List the aggregation modes, also registered ones, with a token's weight, and the presets."""
-    table = Table(title="J = sum over the global batch of w * l")
-    for heading in ("loss_agg_mode", "option", "w of a valid token", "sum of all w"):
-        table.add_column(heading, overflow="fold")
-    for row in _ROWS:
-        table.add_row(*row)
-    for name in registered_names():
-        mode = get_mode(name)
-        needs = "needs unit_ids, " if mode.needs_units else ""
-        total = "compared with the plan" if mode.checksum is None else "by its own checksum"
-        table.add_row(name, f"{needs}registered by {registered_by(name)}", "its own", total)
-    console = Console()
-    console.print(table)
-    console.print(
-        "T: valid tokens of the global batch. B: its sequences with a valid token (sequence_count: "
-        "valid) or all real rows (nominal). n_s: valid tokens of the sequence. L: "
-        "loss_scale_factor. U: units (rollouts, prompts), counted as B is; T_u, B_u: tokens and "
-        "sequences of the sequence's unit.\n"
-    )
-    console.print(_presets())
-    for name, reason in REFUSED.items():
-        console.print(f"{name}: refused. {reason}")
-
-
-def _presets() -> Table:
-    table = Table(title="Presets: LossAggConfig.preset(name, ...), or the key `preset` in YAML")
-    for heading in ("preset", "J", "reproduces", "add"):
-        table.add_column(heading, overflow="fold")
+    own = registered_names()  # imports the modules that register modes
+    lines = [*_wrapped("J = sum over the global batch of w * l, with w by loss_agg_mode:"), ""]
+    for name in mode_names():
+        notes = [f"registered by {registered_by(name)}"] if name in own else []
+        lines += _mode(get_mode(name), notes)
+    family = formula_of("A")
+    lines += _formula(f"{PREFIX}A", family, [f"A: a number from 0 to {MAX_EXPONENT:g}"])
+    lines += ["", *_wrapped(_SYMBOLS), ""]
+    lines += _wrapped("Presets: LossAggConfig.preset(name, ...), or the key `preset` in YAML:")
     for name, preset in PRESETS.items():
-        table.add_row(name, preset.formula, preset.reproduces, preset.caller_adds, end_section=True)
-    return table
+        lines += ["", name, *_wrapped(f"J = {preset.formula}", _INDENT)]
+        lines += _wrapped(f"reproduces: {preset.reproduces}", _INDENT)
+        lines += _wrapped(f"add: {preset.caller_adds}", _INDENT)
+    for name, reason in REFUSED.items():
+        lines += ["", *_wrapped(f"{name}: refused. {reason}")]
+    typer.echo("\n".join(lines))
+
+
+def _mode(mode: AggregationMode, notes: list[str]) -> list[str]:
+    notes = [*notes, "needs unit_ids"] if mode.needs_units else notes
+    if mode.seq_mean_formula is None:
+        return _formula(mode.name, mode.formula, notes)
+    return [
+        *_formula(mode.name, mode.formula, [*notes, "norm_semantics: sum"]),
+        *_formula(mode.name, mode.seq_mean_formula, [*notes, "norm_semantics: seq-mean"]),
+    ]
+
+
+def _formula(name: str, formula: Formula, notes: list[str]) -> list[str]:
+    total = formula.sum_of_weights or "told by no count, so compared with the plan"
+    lines = [*notes, f"w = {formula.weight:<19}  sum of w = {total}"]
+    if formula.reads:
+        lines.append(f"reads {', '.join(formula.reads)}")
+    return [name, *(part for line in lines for part in _wrapped(line, _INDENT))]
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    """Lines of the terminal's width, broken at blanks alone: names have hyphens."""
+    return textwrap.wrap(
+        text,
+        shutil.get_terminal_size().columns,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -11,6 +11,7 @@ from megatron_lossagg.config.options import LossAggOptions
 from megatron_lossagg.config.presets import preset_options
 from megatron_lossagg.config.term_config import TermConfig
 from megatron_lossagg.modes.spec import ModeSpec
+from megatron_lossagg.modes.unread import warn_of_unread
 from megatron_lossagg.objective.terms import LossTerm
 from megatron_lossagg.typed_fields import check_keys, read_dataclass, read_value
 
@@ -32,15 +33,13 @@ class LossAggConfig(LossAggOptions):
                 raise ValueError(
                     "LossAggConfig needs 'loss_agg_mode', for example 'token-mean', or 'terms'."
                 )
-            _ = ModeSpec.of(self.loss_agg_mode, self)  # checks the mode
+            warn_of_unread(self.main_spec, self)
             return
         if self.loss_agg_mode is not None:
             raise ValueError("Pass loss_agg_mode or terms, not both: each term has its mode.")
-        given = [name for name, value in self.mode_options.items() if value is not None]
+        given = ", ".join(self.not_default)
         if given:
-            raise ValueError(
-                f"{', '.join(given)} cannot be given beside terms: each term has its own."
-            )
+            raise ValueError(f"{given} cannot be given beside terms: each term has its own.")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> LossAggConfig:
@@ -111,8 +110,10 @@ class LossAggConfig(LossAggOptions):
     @property
     def main_spec(self) -> ModeSpec:
         """The mode; with terms that of the first."""
-        options: Any = self.terms[0] if self.terms else self
-        return ModeSpec.of(options.loss_agg_mode, options)
+        if self.terms:
+            return self.terms[0].spec
+        assert self.loss_agg_mode is not None  # one of both is given
+        return ModeSpec.of(self.loss_agg_mode, self)
 
     def loss_terms(self, loss_fns: Any) -> list[LossTerm]:
         """The terms with their functions, given as a mapping by name.

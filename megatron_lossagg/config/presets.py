@@ -28,6 +28,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from megatron_lossagg.modes import get_mode
+from megatron_lossagg.modes.options import OPTION_NAMES
+from megatron_lossagg.modes.unread import BY_MODE
+
 _NORM_MODE = "seq-mean-token-sum-norm"
 _VERL_MODES = (
     "token-mean",
@@ -36,7 +40,7 @@ _VERL_MODES = (
     _NORM_MODE,
 )
 # Options that each term has for itself.
-_OF_A_TERM = ("loss_agg_mode", "loss_scale_factor", "norm_semantics", "sequence_count")
+_OF_A_TERM = ("loss_agg_mode", *OPTION_NAMES)
 _NORM_LENGTH = (
     "the constant that every sum over tokens is divided by, usually the maximum response length: "
     "the width of a Megatron mask includes the prompt and is no substitute"
@@ -213,6 +217,7 @@ def preset_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"Unknown preset {name!r}; expected one of {', '.join(PRESETS)}.")
     preset = PRESETS[name]
+    overrides = {k: v for k, v in overrides.items() if v is not None or k not in OPTION_NAMES}
     for option, fixed in preset.options.items():
         given = overrides.get(option, fixed)
         if given != fixed and not (option == "loss_agg_mode" and preset.modes):
@@ -235,6 +240,7 @@ def preset_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
         _check_required(name, preset, in_its_mode)
     else:
         _check_required(name, preset, [options])
+        options = {k: v for k, v in options.items() if k in overrides or _is_read(k, mode)}
     return options
 
 
@@ -244,8 +250,17 @@ def _completed(term: Any, defaults: Mapping[str, Any]) -> Any:
         return term
     said = {key: value for key, value in term.items() if value is not None}
     mode = said.get("loss_agg_mode", defaults["loss_agg_mode"])
-    reads_all = mode in (defaults["loss_agg_mode"], _NORM_MODE)
-    return {k: v for k, v in defaults.items() if reads_all or k == "sequence_count"} | said
+    return {k: v for k, v in defaults.items() if _is_read(k, mode)} | said
+
+
+def _is_read(option: str, loss_agg_mode: str) -> bool:
+    """Whether a preset sets it; B always: metrics and reports read it, whatever the mode."""
+    if option not in BY_MODE:
+        return True
+    try:
+        return get_mode(loss_agg_mode).reads(option)
+    except ValueError:
+        return False  # whoever takes the mode says what is wrong with it
 
 
 def _has_mode(term: Any, mode: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lossagg.modes import ModeOptions
+from megatron_lossagg.modes import ModeOptions, ModeSpec
 from megatron_lossagg.objective.terms import LossTerm, TermFn
 from megatron_lossagg.typed_fields import read_dataclass
 
@@ -68,6 +68,11 @@ class TermConfig(ModeOptions):
         """The term with its function."""
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         return LossTerm(loss_fn=loss_fn, **options)
+
+    @property
+    def spec(self) -> ModeSpec:
+        """The mode with its options."""
+        return ModeSpec.of(self.loss_agg_mode, self)
 
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values."""

@@ -12,19 +12,6 @@ from torch import Tensor
 from megatron_lossagg.explain.rollouts import Rollouts
 from megatron_lossagg.modes import ModeSpec, get_mode, mode_names, registered_names
 
-_NORM = "seq-mean-token-sum-norm"
-_FORMULAS = {
-    "token-mean": "1 / T",
-    "token-sum": "1",
-    "seq-mean-token-sum": "1 / B",
-    "seq-mean-token-mean": "1 / (B n_s)",
-    _NORM: "1 / L",
-    f"{_NORM}/seq-mean": "1 / (B L)",
-    "unit-mean-token-sum": "1 / U",
-    "unit-mean-token-mean": "1 / (U T_u)",
-    "unit-mean-seq-mean-token-mean": "1 / (U B_u n_s)",
-}
-
 
 @dataclass(frozen=True)
 class ModeWeights:
@@ -32,13 +19,13 @@ class ModeWeights:
 
     Attributes:
         label: the mode, with `/seq-mean` for the norm mode with `norm_semantics="seq-mean"`.
-        formula: the weight of a token in symbols; None for a registered mode.
+        formula: the weight of a token in symbols.
         of_token: w of a valid token of each sequence, float64 [n].
         of_sequence: n_s * w, float64 [n].
     """
 
     label: str
-    formula: str | None
+    formula: str
     of_token: Tensor
     of_sequence: Tensor
 
@@ -58,8 +45,10 @@ def mode_labels(has_groups: bool) -> tuple[str, ...]:
     registered_names()  # imports the modules that register modes
     labels: list[str] = []
     for name in mode_names():
-        if has_groups or not get_mode(name).needs_units:
-            labels += [name, f"{name}/seq-mean"] if name == _NORM else [name]
+        mode = get_mode(name)
+        if has_groups or not mode.needs_units:
+            has_two = mode.seq_mean_formula is not None
+            labels += [name, f"{name}/seq-mean"] if has_two else [name]
     return tuple(labels)
 
 
@@ -86,7 +75,7 @@ def weigh(rollouts: Rollouts, labels: Sequence[str], loss_scale_factor: float) -
                 f"the weights of {label} sum to {float(of_sequence.sum())}, which cannot be shared "
                 "out; expected a finite number above 0"
             )
-        result.append(ModeWeights(label, _FORMULAS.get(label), of_token, of_sequence))
+        result.append(ModeWeights(label, spec.formula.weight, of_token, of_sequence))
     return result
 
 

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron_lossagg.modes.table import Formula
+
 PREFIX = "length-power-"
 MAX_EXPONENT = 4.0
 
@@ -61,6 +63,11 @@ def exponent_of(loss_agg_mode: str) -> float | None:
     if loss_agg_mode != expected:
         raise ValueError(f"loss_agg_mode={loss_agg_mode!r}: write it {expected!r}.")
     return exponent
+
+
+def formula_of(exponent: str) -> Formula:
+    """In symbols, for a number or "A"."""
+    return Formula(f"n_s^-{exponent} / B", None, ("sequence_count",))
 
 
 def length_power(num_tokens: Tensor, exponent: float) -> Tensor:

@@ -68,8 +68,17 @@ class ModeOptions:
     @property
     def mode_options(self) -> dict[str, Any]:
         """The three options as plain values, by name: for files, and for whoever takes them too."""
-        values = {field.name: getattr(self, field.name) for field in fields(ModeOptions)}
+        values = {name: getattr(self, name) for name in OPTION_NAMES}
         return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
+
+    @property
+    def not_default(self) -> dict[str, Any]:
+        """Those that somebody gave and that are not the defaults, as plain values by name."""
+        defaults = (None, NormSemantics.SUM, SequenceCount.VALID)
+        return {k: v for k, v in self.mode_options.items() if v not in defaults}
+
+
+OPTION_NAMES = tuple(field.name for field in fields(ModeOptions))
 
 
 def check_norm_semantics(norm_semantics: str) -> None:

@@ -6,14 +6,17 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from megatron_lossagg.modes.length_power import exponent_of, length_power, mode_name
+from megatron_lossagg.modes.length_power import exponent_of, formula_of, length_power, mode_name
+from megatron_lossagg.modes.options import OPTION_NAMES
+from megatron_lossagg.modes.place import Place
 from megatron_lossagg.modes.table import (
     BUILT_IN,
     AggregationMode,
+    Formula,
     ModeInputs,
     reciprocal_or_zero,
 )
@@ -24,8 +27,7 @@ OWN_MODES_HINT = (
     f"a command line, or the environment variable {IMPORT_VARIABLE}"
 )
 _MODES = dict(BUILT_IN)
-# Of each registered mode the module that registered it, and that module's file.
-_PLACES: dict[str, str] = {}
+_PLACES: dict[str, Place] = {}
 
 
 def mode_names() -> tuple[str, ...]:
@@ -41,7 +43,7 @@ def registered_names() -> tuple[str, ...]:
 
 def registered_by(name: str) -> str:
     """The module that registered a mode, with its file."""
-    return _PLACES[name]
+    return str(_PLACES[name])
 
 
 def register_mode(
@@ -51,6 +53,9 @@ def register_mode(
     checksum: Callable[[ModeInputs], Tensor] | None = None,
     divisor: Callable[[ModeInputs], Tensor] | None = None,
     needs_units: bool = False,
+    weight: str | None = None,
+    sum_of_weights: str | None = None,
+    reads: Sequence[str] = OPTION_NAMES,
 ) -> AggregationMode:
     """Add a mode of your own, which then works wherever a `loss_agg_mode` is named.
 
@@ -58,7 +63,8 @@ def register_mode(
 
     Every rank must register it, and a command line finds it through its option `--import` or the
     environment variable `MEGATRON_LOSSAGG_IMPORT`: modules to import, separated by commas, which
-    may lie in the current folder.
+    may lie in the current folder. Registered again from its own place, as by a cell of a notebook
+    that is run twice or a module that is reloaded, a mode is replaced.
 
     Args:
         name: its `loss_agg_mode`.
@@ -67,22 +73,55 @@ def register_mode(
         checksum: see `AggregationMode`.
         divisor: see `AggregationMode`; without it the mode cannot be deferred.
         needs_units: see `AggregationMode`.
+        weight: the factor in symbols, such as "1 / (B * sqrt(n_s))", which commands show.
+        sum_of_weights: what `checksum` computes, in symbols.
+        reads: the fields of `ModeOptions` that it depends on; a warning tells whoever sets others.
 
     Raises:
-        ValueError: a mode of that name exists. TypeError: no text, or nothing callable.
+        ValueError: another place registered that name, or it is built in; an option that does not
+            exist. TypeError: no text, or nothing callable.
     """
     if not isinstance(name, str) or not name or not callable(sequence_factor):
         raise TypeError(
             "register_mode expects a name and a function (n_s, counts) -> weight per sequence, got "
             f"{name!r} and {type(sequence_factor).__name__}."
         )
-    mode = AggregationMode(name, sequence_factor, checksum, needs_units, divisor)
-    if name in _MODES or exponent_of(name) is not None:
-        raise ValueError(f"register_mode: {name!r} exists already; choose another name.")
-    _MODES[name] = mode
-    caller = sys._getframe(1).f_globals
-    _PLACES[name] = f"{caller.get('__name__')} ({caller.get('__file__', 'no file')})"
+    unknown = sorted(set(reads) - set(OPTION_NAMES))
+    if unknown:
+        raise ValueError(
+            f"register_mode: reads has {', '.join(unknown)}; the options of a mode are "
+            f"{', '.join(OPTION_NAMES)}."
+        )
+    place = Place.of(sys._getframe(1))
+    _check_name_is_free(name, place)
+    if sum_of_weights is None and checksum is not None:
+        sum_of_weights = f"what its checksum in {place.module} computes (no formula given)"
+    mode = AggregationMode(
+        name,
+        sequence_factor,
+        checksum,
+        needs_units,
+        divisor,
+        formula=Formula(
+            weight or f"its function in {place.module} (no formula given)",
+            sum_of_weights,
+            tuple(reads),
+        ),
+    )
+    _MODES[name], _PLACES[name] = mode, place
     return mode
+
+
+def _check_name_is_free(name: str, place: Place) -> None:
+    """Raise ValueError unless the name is new, or was registered at the same place."""
+    before = _PLACES.get(name)
+    if exponent_of(name) is not None or (name in _MODES and before is None):
+        raise ValueError(f"register_mode: {name!r} exists already; choose another name.")
+    if name in _MODES and before is not None and not before.is_replaced_by(place):
+        raise ValueError(
+            f"register_mode: {name!r} exists already: {before}, line {before.line}, registered it, "
+            f"and now {place}, line {place.line}. Choose another name for one of them."
+        )
 
 
 def import_named_modules() -> None:
@@ -125,6 +164,7 @@ def _length_power_mode(exponent: float) -> AggregationMode:
         mode_name(exponent),
         lambda n_s, c: length_power(n_s, exponent) * reciprocal_or_zero(c.num_seqs),
         divisor=lambda c: c.num_seqs,
+        formula=formula_of(f"{exponent:.12g}"),
     )
 
 

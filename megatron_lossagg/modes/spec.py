@@ -11,12 +11,12 @@ from torch import Tensor
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.modes.options import ModeOptions, NormSemantics, SequenceCount
 from megatron_lossagg.modes.registry import get_mode
-from megatron_lossagg.modes.table import AggregationMode, ModeInputs
+from megatron_lossagg.modes.table import AggregationMode, Formula, ModeInputs
 
 
 @dataclass(frozen=True)
 class ModeSpec(ModeOptions):
-    """A mode with the options that fix its weights, checked when built. Every option has its value.
+    """A mode with the options that fix its weights, checked when built; only L may be None.
 
     Specs are equal, hash and print by the mode's name and the options, and are pickled so: a mode
     may hold lambdas.
@@ -32,13 +32,17 @@ class ModeSpec(ModeOptions):
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", get_mode(self.loss_agg_mode))
         super().__post_init__()
-        if self.norm_semantics is None:
+        # What a mode does not read is no part of it: terms that differ in it alone share weights.
+        # `sequence_count` is, as metrics and reports read it too.
+        if not self.mode.reads("loss_scale_factor"):
+            object.__setattr__(self, "loss_scale_factor", None)
+        if self.norm_semantics is None or not self.mode.reads("norm_semantics"):
             object.__setattr__(self, "norm_semantics", NormSemantics.SUM)
         if self.sequence_count is None:
             object.__setattr__(self, "sequence_count", SequenceCount.VALID)
-        if self.loss_scale_factor is None and self.loss_agg_mode == "seq-mean-token-sum-norm":
+        if self.loss_scale_factor is None and self.mode.needs_loss_scale_factor:
             raise ValueError(
-                "loss_agg_mode='seq-mean-token-sum-norm' needs loss_scale_factor, a number > 0: "
+                f"loss_agg_mode={self.loss_agg_mode!r} needs loss_scale_factor, a number > 0: "
                 "the mask of a Megatron microbatch includes the prompt and padding, so its width "
                 "is no usable default. Pass the maximum response length."
             )
@@ -89,6 +93,13 @@ class ModeSpec(ModeOptions):
     def needs_units(self) -> bool:
         """Whether sequences must carry `unit_ids`."""
         return self.mode.needs_units
+
+    @property
+    def formula(self) -> Formula:
+        """What it computes, in symbols."""
+        seq_mean = self.mode.seq_mean_formula
+        is_seq_mean = self.norm_semantics == NormSemantics.SEQ_MEAN
+        return seq_mean if seq_mean is not None and is_seq_mean else self.mode.formula
 
     def checksum(self, counts: GlobalCounts) -> Tensor | None:
         """The sum of all weights of the global batch, float64, shape []; None: not told by them."""

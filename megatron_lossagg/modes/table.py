@@ -1,4 +1,4 @@
-"""What a mode is, and the built-in ones; their formulas: the package's docstring."""
+"""What a mode is, and the built-in ones with their formulas; symbols: the package's docstring."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_lossagg.modes.options import OPTION_NAMES
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,21 @@ class ModeInputs:
 
 
 @dataclass(frozen=True)
+class Formula:
+    """What a mode computes, in symbols: the one text that commands and documents show.
+
+    Attributes:
+        weight: of a valid token, such as "1 / (B * n_s)".
+        sum_of_weights: over the global batch, such as "B_valid / B"; None: not told by counts.
+        reads: the fields of `ModeOptions` that change it.
+    """
+
+    weight: str
+    sum_of_weights: str | None = None
+    reads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class AggregationMode:
     """A named mode.
 
@@ -51,6 +68,9 @@ class AggregationMode:
         divisor: ModeInputs -> the global count that every weight is divided by, float64, shape [],
             so that the weights are known up to that one number before the batch is complete. None:
             weights depend on the global batch in another way too.
+        formula: the same in symbols, with `norm_semantics="sum"` where the mode reads it.
+        seq_mean_formula: with `norm_semantics="seq-mean"`, in a mode where that makes another one.
+        needs_loss_scale_factor: whether there is no weight without L.
     """
 
     name: str
@@ -58,6 +78,22 @@ class AggregationMode:
     checksum: Callable[[ModeInputs], Tensor] | None = None
     needs_units: bool = False
     divisor: Callable[[ModeInputs], Tensor] | None = None
+    formula: Formula = Formula("no formula given", None, OPTION_NAMES)
+    seq_mean_formula: Formula | None = None
+    needs_loss_scale_factor: bool = False
+
+    @property
+    def formulas(self) -> tuple[Formula, ...]:
+        """One, or those of both `norm_semantics`."""
+        return (
+            (self.formula,)
+            if self.seq_mean_formula is None
+            else (self.formula, self.seq_mean_formula)
+        )
+
+    def reads(self, option: str) -> bool:
+        """Whether the weights can depend on that field of `ModeOptions`."""
+        return any(option in formula.reads for formula in self.formulas)
 
 
 def reciprocal_or_zero(count: Tensor) -> Tensor:
@@ -99,24 +135,28 @@ BUILT_IN = {
             lambda n_s, c: reciprocal_or_zero(c.num_tokens),
             lambda c: (c.num_tokens > 0).to(torch.float64),
             divisor=lambda c: c.num_tokens,
+            formula=Formula("1 / T", "1"),
         ),
         AggregationMode(
             "token-sum",
             lambda n_s, c: torch.ones_like(c.num_tokens),
             lambda c: c.num_tokens,
             divisor=lambda c: torch.ones_like(c.num_tokens),
+            formula=Formula("1", "T"),
         ),
         AggregationMode(
             "seq-mean-token-sum",
             lambda n_s, c: reciprocal_or_zero(c.num_seqs),
             lambda c: c.num_tokens * reciprocal_or_zero(c.num_seqs),
             divisor=lambda c: c.num_seqs,
+            formula=Formula("1 / B", "T / B", ("sequence_count",)),
         ),
         AggregationMode(
             "seq-mean-token-mean",
             lambda n_s, c: reciprocal_or_zero(c.num_seqs) * reciprocal_or_zero(n_s),
             lambda c: c.num_valid_seqs * reciprocal_or_zero(c.num_seqs),
             divisor=lambda c: c.num_seqs,
+            formula=Formula("1 / (B * n_s)", "B_valid / B", ("sequence_count",)),
         ),
         AggregationMode(
             "seq-mean-token-sum-norm",
@@ -125,24 +165,34 @@ BUILT_IN = {
             divisor=lambda c: (
                 torch.ones_like(c.num_tokens) if c.norm_semantics == "sum" else c.num_seqs
             ),
+            formula=Formula("1 / L", "T / L", ("loss_scale_factor", "norm_semantics")),
+            seq_mean_formula=Formula(
+                "1 / (B * L)",
+                "T / (B * L)",
+                ("loss_scale_factor", "norm_semantics", "sequence_count"),
+            ),
+            needs_loss_scale_factor=True,
         ),
         AggregationMode(
             "unit-mean-token-sum",
             lambda n_s, c: _number_of_units_reciprocal(c),
             lambda c: c.num_tokens * _number_of_units_reciprocal(c),
             needs_units=True,
+            formula=Formula("1 / U", "T / U", ("sequence_count",)),
         ),
         AggregationMode(
             "unit-mean-token-mean",
             lambda n_s, c: _unit_mean(c, c.unit_num_tokens),
             _valid_share_of_units,
             needs_units=True,
+            formula=Formula("1 / (U * T_u)", "U_valid / U", ("sequence_count",)),
         ),
         AggregationMode(
             "unit-mean-seq-mean-token-mean",
             lambda n_s, c: _unit_mean(c, c.unit_num_seqs) * reciprocal_or_zero(n_s),
             _valid_share_of_units,
             needs_units=True,
+            formula=Formula("1 / (U * B_u * n_s)", "U_valid / U", ("sequence_count",)),
         ),
     )
 }

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lossagg.modes.options import ModeOptions
+from megatron_lossagg.modes import ModeOptions
+from megatron_lossagg.modes.unread import warn_of_unread
 from megatron_lossagg.objective.compile.compiled import CompiledSums
 from megatron_lossagg.objective.evaluation import Evaluation, Sums
 from megatron_lossagg.objective.microbatch_report import ReportNames
@@ -159,10 +160,11 @@ def _check_distinct(names: Sequence[str]) -> None:
 def make_objective(
     loss_fn: LossFn | None,
     terms: Sequence[LossTerm] | None,
-    metrics: Mapping[str, str] | None,
-    loss_agg_mode: str | None,
-    mode_options: ModeOptions,
     *,
+    loss_agg_mode: str | None,
+    options: ModeOptions,
+    metrics: Mapping[str, str] | None,
+    report_counts: bool = False,
     compile: bool = False,
 ) -> Objective:
     """The objective of `LossAggregator`'s arguments: several terms, or one loss_fn with a mode.
@@ -181,17 +183,18 @@ def make_objective(
                 "of their own."
             )
         only = LossTerm(
-            "the loss",
-            loss_fn,
-            loss_agg_mode,
-            metrics=metrics or {},
-            **mode_options.mode_options,
+            "the loss", loss_fn, loss_agg_mode, metrics=metrics or {}, **options.mode_options
         )
-        return Objective([only], report_terms=False, compile=compile)
-    given = {"loss_agg_mode": loss_agg_mode, "metrics": metrics, **mode_options.mode_options}
-    wrong = [name for name, value in given.items() if value is not None]
-    if wrong:
-        raise ValueError(
-            f"{', '.join(wrong)} cannot be given with terms: each LossTerm has its own."
-        )
-    return Objective(terms, loss_fn, compile=compile)
+        objective = Objective([only], report_terms=False, compile=compile)
+    else:
+        given = {"loss_agg_mode": loss_agg_mode, "metrics": metrics, **options.not_default}
+        wrong = [name for name, value in given.items() if value is not None]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} cannot be given with terms: each LossTerm has its own."
+            )
+        objective = Objective(terms, loss_fn, compile=compile)
+    for term in objective.terms:
+        if not report_counts and not {"sequences", "units"} & set(term.metrics.values()):
+            warn_of_unread(term.spec, term, ("sequence_count",))
+    return objective

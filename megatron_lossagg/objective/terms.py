@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lossagg.modes import ModeOptions, ModeSpec
+from megatron_lossagg.modes.unread import warn_of_unread
 from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting
 
 # A schedule gives the coefficient of an iteration.
@@ -83,6 +84,7 @@ class LossTerm(ModeOptions):
         check_metrics(self.metrics)
         super().__post_init__()
         object.__setattr__(self, "spec", ModeSpec.of(self.loss_agg_mode, self))
+        warn_of_unread(self.spec, self)
         object.__setattr__(self, "weighting", Weighting(self.spec, self.mask_key))
 
     def coefficient_at(self, iteration: int | None) -> float:

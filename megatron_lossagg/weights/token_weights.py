@@ -13,7 +13,9 @@ from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.counts.sequences import Sequences
 from megatron_lossagg.counts.units import LocalUnits
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.modes import ModeOptions, ModeSpec
+from megatron_lossagg.modes.options import OPTION_NAMES
+from megatron_lossagg.modes.unread import warn_of_unread
 from megatron_lossagg.weights.marks import mark_zeros
 
 WEIGHT_DTYPES = {
@@ -73,12 +75,13 @@ def token_weights(
         TypeError: a mask that is no tensor, or a `weight_dtype` that cannot hold weights.
     """
     check_weight_dtype(weight_dtype)
-    spec = ModeSpec(
-        loss_agg_mode,
+    options = ModeOptions(
         loss_scale_factor=loss_scale_factor,
         norm_semantics=norm_semantics,
         sequence_count=sequence_count,
     )
+    spec = ModeSpec.of(loss_agg_mode, options)
+    warn_of_unread(spec, options, OPTION_NAMES)
     sequences = Sequences.of(loss_mask, sample_mask, cu_seqlens, cu_seqlens_padded)
     unit_of_seq = None
     if spec.needs_units:

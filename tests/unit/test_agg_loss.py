@@ -290,8 +290,11 @@ def test_public_report_tool_tokens():
 def test_unknown_options_name_the_known_ones():
     """The message repeats what was passed and lists what exists."""
     losses, mask = ragged()
-    with pytest.raises(ValueError, match=f"'token_mean'; expected one of {', '.join(MODES)}"):
+    with pytest.raises(ValueError, match=f"'token_mean'; expected one of {', '.join(MODES)}\\.$"):
         agg_loss(losses, mask, "token_mean")
+    for known in ("unit-mean-token-mean", "length-power-2"):
+        with pytest.raises(ValueError, match=f"cannot compute '{known}', only verl's .*; use Los"):
+            agg_loss(losses, mask, known)
     with pytest.raises(ValueError, match="Unknown loss_agg_mode None"):
         agg_loss(losses, mask, None)
     with pytest.raises(ValueError, match=r"Unknown loss_agg_mode \['token-mean'\]"):

@@ -28,15 +28,6 @@ _MODEL_FLAGS: Mapping[str, Any] = {
     "cuda_graph_scope": Any,
     "cuda_graph_impl": Any,
 }
-_FORMULAS = {
-    "token-mean": "1",
-    "token-sum": "T",
-    "seq-mean-token-sum": "T/B",
-    "seq-mean-token-mean": "B_valid/B",
-    "unit-mean-token-sum": "T/U",
-    "unit-mean-token-mean": "U_valid/U",
-    "unit-mean-seq-mean-token-mean": "U_valid/U",
-}
 
 
 @dataclass(frozen=True)
@@ -153,12 +144,10 @@ class DoctorCase:
                 f"Checksum of {mode.name}: the counts do not tell what its weights sum to; every "
                 "step is compared with the sum of the weights that its plan made."
             )
-        formula = _FORMULAS.get(mode.name, "what its own checksum function makes of the counts")
-        if mode.name == "seq-mean-token-sum-norm":
-            formula = "T/L" if spec.norm_semantics == "sum" else "T/(B L)"
         value = "" if checksum is None else f" = {checksum:.9g}"
         return (
-            f"Checksum of {mode.name}: the weights of the global batch sum to {formula}{value}; "
+            f"Checksum of {mode.name}: the weights of the global batch sum to "
+            f"{spec.formula.sum_of_weights}{value}; "
             "every step is checked against it."
         )
 

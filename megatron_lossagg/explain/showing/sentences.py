@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from megatron_lossagg.explain.explanation import Explanation
 
@@ -44,7 +45,7 @@ def notes(explanation: Explanation) -> list[str]:
             f"Responses without a {singular(explanation)} that counts: {num_empty:,}. B is the "
             f"number of the others, {explanation.num_valid_seqs:,}."
         )
-    if any("L" in (mode.formula or "") for mode in explanation.modes):
+    if any(re.search(r"\bL\b", mode.formula) for mode in explanation.modes):
         chosen = ", the longest response" if explanation.is_default_factor else ""
         lines.append(f"L (loss_scale_factor) is {explanation.loss_scale_factor:,g}{chosen}.")
     return lines

@@ -56,8 +56,7 @@ def _weights(explanation: Explanation) -> TextTable:
         weights = [mode.total]
         for weight in (explanation.token_weight, explanation.sequence_weight):
             weights += [weight(mode, explanation.short), weight(mode, explanation.long)]
-        name = mode.label if mode.formula is None else f"{mode.label}\n  w = {mode.formula}"
-        return [name, *map(_scientific, weights)]
+        return [f"{mode.label}\n  w = {mode.formula}", *map(_scientific, weights)]
 
     return TextTable(
         f"Weight of one {one} and of one response, in the shortest and the longest 10%",

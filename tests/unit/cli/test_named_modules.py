@@ -48,10 +48,15 @@ def test_modes_lists_what_was_imported(command):
     assert by_option.returncode == 0, by_option.stderr
     for name, total in (
         ("sqrt-length", "compared with the plan"),
-        ("plain-sum", "by its own checksum"),
+        ("plain-sum", "what its checksum in my_modes computes (no formula given)"),
     ):
-        [row] = [line for line in by_option.stdout.splitlines() if f" {name} " in line]
-        assert f"registered by my_modes ({command.folder}/my_modes.py)" in row and total in row
+        [_, of_mode] = by_option.stdout.split(f"\n{name}\n")
+        by, formula, *_ = of_mode.splitlines()
+        assert by == f"    registered by my_modes ({command.folder}/my_modes.py)"
+        assert formula.startswith(
+            "    w = its function in my_modes (no formula given)  sum of w = "
+        )
+        assert total in formula
     assert command("modes", MEGATRON_LOSSAGG_IMPORT="my_modes").stdout == by_option.stdout
     assert "my_modes" not in command("modes").stdout
 
