@@ -20,6 +20,7 @@ from megatron_lossagg.groups import (
     communication_device,
 )
 from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.objective.compile.compiled import make_evaluation
 from megatron_lossagg.objective.objective import LossFn, make_objective
 from megatron_lossagg.objective.terms import LossTerm, TermFn
 from megatron_lossagg.schedule.contract import ScheduleContract
@@ -106,17 +107,18 @@ class LossAggregator:
         denominators: str = "counted",
         compile: bool = False,
     ) -> None:
+        objective = make_objective(
+            loss_fn,
+            terms,
+            loss_agg_mode=loss_agg_mode,
+            loss_scale_factor=loss_scale_factor,
+            norm_semantics=norm_semantics,
+            sequence_count=sequence_count,
+            metrics=metrics,
+        )
         self._settings = Settings(
-            objective=make_objective(
-                loss_fn,
-                terms,
-                loss_agg_mode=loss_agg_mode,
-                loss_scale_factor=loss_scale_factor,
-                norm_semantics=norm_semantics,
-                sequence_count=sequence_count,
-                metrics=metrics,
-                compile=compile,
-            ),
+            objective=objective,
+            evaluate=make_evaluation(objective, compile=compile),
             config_source=ConfigSource(model_config),
             groups=groups,
             cp_gradient=cp_gradient,

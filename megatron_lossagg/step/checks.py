@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_lossagg.counts.reduction import NUM_HELD, held_counts, held_place
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import all_reduce_sum, communication_device
-from megatron_lossagg.objective.microbatch_report import MicrobatchReport
 from megatron_lossagg.schedule.contract import ScheduleContract
 from megatron_lossagg.step.context import StepContext
+from megatron_lossagg.step.microbatch_report import MicrobatchReport
 from megatron_lossagg.weights.deferred import DeferredPlan
 from megatron_lossagg.weights.plan import WeightPlan
 

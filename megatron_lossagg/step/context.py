@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.objective.evaluation import Evaluate
 from megatron_lossagg.objective.objective import Objective
 from megatron_lossagg.schedule.contract import ScheduleContract
 
@@ -15,6 +16,7 @@ class StepContext:
 
     Attributes:
         objective: terms and metrics.
+        evaluate: what evaluates the objective on a microbatch.
         coefficients: of the terms, at the step's iteration; () on a rank that runs no step of its
             own and only receives a report.
         contract: the regime and its factors.
@@ -34,6 +36,7 @@ class StepContext:
     """
 
     objective: Objective
+    evaluate: Evaluate
     coefficients: tuple[float, ...]
     contract: ScheduleContract
     groups: ParallelGroups

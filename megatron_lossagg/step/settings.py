@@ -14,6 +14,7 @@ from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.counts.reduction import FINGERPRINT_BITS
 from megatron_lossagg.groups import ParallelGroups, current_groups
 from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.objective.evaluation import Evaluate
 from megatron_lossagg.objective.objective import Objective
 from megatron_lossagg.schedule.contract import (
     ScheduleContract,
@@ -38,6 +39,7 @@ class Settings:
     """The arguments of `LossAggregator`, checked when built; see there for their meaning."""
 
     objective: Objective
+    evaluate: Evaluate
     config_source: ConfigSource
     groups: ParallelGroups | None
     cp_gradient: str
@@ -165,6 +167,7 @@ class Settings:
             )
         return StepContext(
             objective=self.objective,
+            evaluate=self.evaluate,
             coefficients=(),
             contract=contract,
             groups=self.current_groups(),

@@ -11,8 +11,7 @@ from torch import Tensor
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import all_reduce_extremes, communication_device
-from megatron_lossagg.objective.evaluation import Sums
-from megatron_lossagg.objective.microbatch_report import MicrobatchReport, microbatch_report
+from megatron_lossagg.objective.evaluation import MicrobatchSums
 from megatron_lossagg.objective.terms import MAIN_MASK
 from megatron_lossagg.schedule.contract import MAX_NUM_TOKENS_R3
 from megatron_lossagg.step.checks import (
@@ -24,7 +23,8 @@ from megatron_lossagg.step.checks import (
     raise_problems,
 )
 from megatron_lossagg.step.context import StepContext
-from megatron_lossagg.step.report import reduce_reports
+from megatron_lossagg.step.microbatch_report import MicrobatchReport, microbatch_report
+from megatron_lossagg.step.report import extreme_values, reduce_reports
 from megatron_lossagg.step.returned_loss import (
     metric_denominators,
     num_trained_tokens_seen,
@@ -200,12 +200,8 @@ class Step:
         context, contract = self._context, self._context.contract
         self._check_gradients_are_wanted()
         weights = [weights_of(microbatch, key) for key in context.weights_keys]
-        sums = context.objective.sums_of(
-            output_tensor,
-            microbatch,
-            weights,
-            context.coefficients,
-            rows_are_sequences=context.rows_are_sequences,
+        sums = context.evaluate(
+            output_tensor, microbatch, weights, context.coefficients, context.rows_are_sequences
         )
         if self._record.is_validated:
             self.start_pass()
@@ -245,7 +241,7 @@ class Step:
 
     def _reported(
         self,
-        sums: Sums,
+        sums: MicrobatchSums,
         num_tokens: Tensor | None,
         microbatch: Mapping[str, Any],
         weights: Sequence[Tensor],
@@ -345,7 +341,7 @@ class Step:
             largest = torch.stack(found).max(dim=0).values
         largest = largest.to(communication_device(context.groups.dp_cp, largest.device))
         largest = all_reduce_extremes(largest, context.groups.dp_cp)
-        values = context.objective.extreme_values(largest.tolist())
+        values = extreme_values(context.objective.extremes, largest.tolist())
         for report in reports:
             report.set_extremes(values, share)
 
@@ -405,7 +401,7 @@ class Step:
             known = StepCounts.unpack(totals.counts, objective)
         self._reported_empty = known.trained_tokens == 0
         found = totals.values(objective.names, known.value_factors, known.divisors)
-        extremes = objective.extreme_values(totals.extremes)
+        extremes = extreme_values(objective.extremes, totals.extremes)
         found |= dict(zip(objective.names.extremes, extremes, strict=True))
         return found | known.named_counts()
 
