@@ -26,6 +26,8 @@ from common import (
 from torch import Tensor
 
 from megatron_lossagg import GlobalCounts, LossTerm, token_losses, token_weights
+from megatron_lossagg.objective.compile.compiled import make_evaluation
+from megatron_lossagg.objective.evaluation import Evaluate
 from megatron_lossagg.objective.objective import Objective
 from megatron_lossagg.testing.memory import peak_memory
 
@@ -80,15 +82,13 @@ def kl(log_probs: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return token_losses.kl_penalty(log_probs, batch["ref_log_probs"], batch["weights"])
 
 
-def objective(*, compile: bool) -> Objective:
+def evaluation(*, compile: bool) -> Evaluate:
     names = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")
-    return Objective(
-        [
-            LossTerm("policy", policy, "token-mean", metrics=dict.fromkeys(names, "tokens")),
-            LossTerm("kl", kl, "token-mean", coefficient=KL_COEFFICIENT),
-        ],
-        compile=compile,
-    )
+    terms = [
+        LossTerm("policy", policy, "token-mean", metrics=dict.fromkeys(names, "tokens")),
+        LossTerm("kl", kl, "token-mean", coefficient=KL_COEFFICIENT),
+    ]
+    return make_evaluation(Objective.of(terms), compile=compile)
 
 
 def make_batch(rows: int, width: int) -> dict[str, Any]:
@@ -109,11 +109,9 @@ def make_batch(rows: int, width: int) -> dict[str, Any]:
     }
 
 
-def ours(made: Objective, batch: dict[str, Any]) -> Callable[[], list[float]]:
-    coefficients = made.coefficients(None)
-
+def ours(evaluate: Evaluate, batch: dict[str, Any]) -> Callable[[], list[float]]:
     def run() -> Tensor:
-        sums = made.sums_of(batch["log_probs"], batch, [batch["weights"]], coefficients)
+        sums = evaluate(batch["log_probs"], batch, [batch["weights"]], [1.0, KL_COEFFICIENT])
         sums.total.backward()
         return sums.values
 
@@ -238,11 +236,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     batch = make_batch(arguments.rows, arguments.width)
-    compiled = objective(compile=True)
+    compiled = evaluation(compile=True)
     candidates = {
         "verl": verls(batch),
         "TRL": trls(batch),
-        "eager": ours(objective(compile=False), batch),
+        "eager": ours(evaluation(compile=False), batch),
         "compile=True": ours(compiled, batch),
     }
     check_same(batch, candidates)

@@ -15,6 +15,7 @@ from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.modes.unread import judged_already
+from megatron_lossagg.objective.compile.compiled import make_evaluation
 from megatron_lossagg.objective.objective import LossFn, make_objective
 from megatron_lossagg.objective.terms import LossTerm, TermFn
 from megatron_lossagg.schedule.model_config import AT_FIRST_STEP, ConfigSource
@@ -81,9 +82,10 @@ class LossAggregator(HostSide):
             options=chosen,
             metrics=metrics,
             report_counts=chosen.report_counts,
-            compile=chosen.compile,
         )
-        super().__init__(Settings(chosen, objective, ConfigSource(model_config), groups))
+        evaluate = make_evaluation(objective, compile=chosen.compile)
+        source = ConfigSource(model_config)
+        super().__init__(Settings(chosen, objective, evaluate, source, groups))
         self._planner = StepPlanner(self._settings)
 
     @classmethod

@@ -132,33 +132,3 @@ def weights_of(microbatch: Mapping[str, Any], weights_key: str) -> Tensor:
             "get_batch broadcasts it."
         )
     return weights
-
-
-def check_token_losses(losses: Any, weights: Tensor, where: str = "") -> None:
-    """Raise unless `losses` holds one floating-point value per token. Looks at no value.
-
-    `where` names the term or metric in the message.
-    """
-    if not isinstance(losses, Tensor):
-        raise TypeError(
-            f"loss_fn{where} must return a tensor of per-token losses, got {type(losses).__name__}."
-        )
-    if losses.is_nested:
-        raise TypeError(
-            f"loss_fn{where} returned a nested tensor; return one of the weights' shape "
-            f"{tuple(weights.shape)}: torch.nested.to_padded_tensor(losses, 0, weights.shape)."
-        )
-    if losses.shape != weights.shape:
-        hint = (
-            "It looks reduced already: return the loss of every token and leave the sum to the "
-            "plugin."
-            if losses.dim() < weights.dim()
-            else "If context parallelism is on, slice mask, weights and labels together with "
-            "slice_for_cp; otherwise check the mask's width."
-        )
-        raise ValueError(
-            f"loss_fn{where} returned losses of shape {tuple(losses.shape)}, but the microbatch's "
-            f"weights (its mask) have shape {tuple(weights.shape)}. {hint}"
-        )
-    if not losses.is_floating_point():
-        raise TypeError(f"loss_fn{where} must return floating-point losses, got {losses.dtype}.")

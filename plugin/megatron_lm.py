@@ -40,8 +40,8 @@ from torch import Tensor
 
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.objective.microbatch_report import MicrobatchReport
 from megatron_lossagg.schedule.refusals import uses_full_iteration_cuda_graph
+from megatron_lossagg.step.microbatch_report import MicrobatchReport
 from megatron_lossagg.weights.marks import valid_tokens
 from megatron_lossagg.weights.microbatch import NumMicrobatches
 

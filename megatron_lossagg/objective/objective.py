@@ -1,18 +1,14 @@
-"""The objective of an aggregator: its terms and metrics, and which weights they need."""
+"""`Objective`: its terms and metrics, and which weights they need. Data alone, no evaluation."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from megatron_lossagg.modes import ModeOptions
+from megatron_lossagg.modes.options import ModeOptions
 from megatron_lossagg.modes.unread import warn_of_unread
-from megatron_lossagg.objective.compile.compiled import CompiledSums
-from megatron_lossagg.objective.evaluation import Evaluation, Sums
-from megatron_lossagg.objective.microbatch_report import ReportNames
 from megatron_lossagg.objective.terms import LossTerm
 from megatron_lossagg.weights.metrics import Metric
 from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting, distinct_masks
@@ -20,65 +16,111 @@ from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting, distinct_ma
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
 
 
-class Objective:
-    """Terms, metrics and the distinct weightings that they need.
+class ValueNames(NamedTuple):
+    """The loss and the reported terms, metrics that are sums, minima and maxima, in their order."""
 
-    The first weighting belongs to `loss_mask` if any does: Megatron counts its tokens.
+    values: tuple[str, ...]
+    metric_sums: tuple[str, ...]
+    extremes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """J = sum_k c_k J_k, J_k = sum over the global batch of w_k * l_k, and metrics beside it.
+
+    `Evaluation` evaluates it on a microbatch. `Objective.of` builds one.
+
+    Attributes:
+        terms: the l_k, with their modes and coefficients c_k.
+        weightings: the distinct ones of the terms; each has one tensor w [b, s] per microbatch. The
+            first belongs to `loss_mask` if any does: Megatron counts its tokens.
+        weighting_of_term: for each term the place of its weighting.
+        metrics: of all terms, in their order.
+        prepare: (output, microbatch) -> what every `loss_fn` gets as output; None: the output.
+        reports_terms: whether S_k of every term is reported beside their total.
     """
 
-    def __init__(
-        self,
+    terms: tuple[LossTerm, ...]
+    weightings: tuple[Weighting, ...]
+    weighting_of_term: tuple[int, ...]
+    metrics: tuple[Metric, ...]
+    prepare: LossFn | None
+    reports_terms: bool
+
+    @classmethod
+    def of(
+        cls,
         terms: Sequence[LossTerm],
         prepare: LossFn | None = None,
         *,
-        report_terms: bool = True,
-        compile: bool = False,
-    ) -> None:
+        reports_terms: bool = True,
+    ) -> Objective:
+        """The objective of some terms.
+
+        Raises:
+            ValueError: no term, or a name that two terms or metrics share.
+            TypeError: something else than terms.
+        """
         if not terms:
             raise ValueError("terms is empty; pass at least one LossTerm.")
         for term in terms:
             if not isinstance(term, LossTerm):
                 raise TypeError(f"terms must be LossTerm objects, got {type(term).__name__}.")
-        self.terms = tuple(terms)
-        self._prepare = prepare
-        # Made once: a mode checks its options whenever one is made.
-        self._term_weightings = tuple(term.weighting for term in self.terms)
-        self.metrics = tuple(
-            Metric(name, term.name, normaliser, term.spec, term.mask_key)
-            for term in terms
-            for name, normaliser in term.metrics.items()
+        of_terms = [term.weighting for term in terms]
+        weightings = list(dict.fromkeys(of_terms))
+        of_main_mask = [w for w in weightings if w.mask_key == MAIN_MASK]
+        if of_main_mask:
+            weightings.remove(of_main_mask[0])
+            weightings.insert(0, of_main_mask[0])
+        made = cls(
+            terms=tuple(terms),
+            weightings=tuple(weightings),
+            weighting_of_term=tuple(weightings.index(weighting) for weighting in of_terms),
+            metrics=tuple(
+                Metric(name, term.name, normaliser, term.spec, term.mask_key)
+                for term in terms
+                for name, normaliser in term.metrics.items()
+            ),
+            prepare=prepare,
+            reports_terms=reports_terms,
         )
-        self.metric_sums = tuple(m for m in self.metrics if not m.is_extreme)
-        self.extremes = tuple(m for m in self.metrics if m.is_extreme)
-        self.reported_terms = self.terms if report_terms else ()
-        self.names = ReportNames(
+        _check_distinct([name for names in made.names for name in names])
+        return made
+
+    @cached_property
+    def metric_sums(self) -> tuple[Metric, ...]:
+        """The metrics that are sums."""
+        return tuple(m for m in self.metrics if not m.is_extreme)
+
+    @cached_property
+    def extremes(self) -> tuple[Metric, ...]:
+        """The metrics that are minima and maxima."""
+        return tuple(m for m in self.metrics if m.is_extreme)
+
+    @cached_property
+    def reported_terms(self) -> tuple[LossTerm, ...]:
+        """The terms that are reported beside the total."""
+        return self.terms if self.reports_terms else ()
+
+    @cached_property
+    def names(self) -> ValueNames:
+        """The names of all values that a microbatch contributes to."""
+        return ValueNames(
             ("loss", *(term.name for term in self.reported_terms)),
             tuple(m.name for m in self.metric_sums),
             tuple(m.name for m in self.extremes),
         )
-        _check_distinct([name for names in self.names for name in names])
-        self.weightings = self._distinct_weightings()
-        self.evaluation = Evaluation(
-            terms, self.metrics, self.weightings, report_terms=report_terms
-        )
-        self._sums_of = CompiledSums(self.evaluation) if compile else self.evaluation.sums_of
 
-    def _distinct_weightings(self) -> tuple[Weighting, ...]:
-        found = list(dict.fromkeys(self._term_weightings))
-        main = [i for i, w in enumerate(found) if w.mask_key == MAIN_MASK]
-        if main:
-            found.insert(0, found.pop(main[0]))
-        return tuple(found)
-
-    @property
+    @cached_property
     def mask_keys(self) -> tuple[str, ...]:
         """The distinct masks of the terms, `loss_mask` first if a term uses it."""
         return distinct_masks(self.weightings)
 
-    @property
+    @cached_property
     def places_of_metric_sums(self) -> tuple[int, ...]:
         """For each metric that is a sum, the place of its term's weighting."""
-        place = {t.name: self.weightings.index(t.weighting) for t in self.terms}
+        pairs = zip(self.terms, self.weighting_of_term, strict=True)
+        place = {term.name: place for term, place in pairs}
         return tuple(place[metric.term] for metric in self.metric_sums)
 
     def masks_of_terms_that_train(self, coefficients: Sequence[float]) -> tuple[str, ...]:
@@ -86,24 +128,15 @@ class Objective:
         pairs = zip(self.terms, coefficients, strict=True)
         return tuple(dict.fromkeys(term.mask_key for term, c in pairs if c != 0))
 
-    @property
+    @cached_property
     def has_coefficient_schedules(self) -> bool:
         """Whether a coefficient depends on the iteration."""
         return any(callable(term.coefficient) for term in self.terms)
 
-    @property
+    @cached_property
     def has_checksums(self) -> bool:
         """Whether every mode tells the sum of its weights from counts alone."""
         return all(w.spec.mode.checksum is not None for w in self.weightings)
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks."""
-        terms = [
-            (t.name, weighting, None if callable(t.coefficient) else float(t.coefficient))
-            for t, weighting in zip(self.terms, self._term_weightings, strict=True)
-        ]
-        return (tuple(terms), self.metrics)
 
     def weights_keys(self, weights_key: str) -> tuple[str, ...]:
         """The field of a microbatch for each weighting: the key itself, then key_1, key_2, ...
@@ -122,30 +155,13 @@ class Objective:
 
     def coefficients(self, iteration: int | None) -> tuple[float, ...]:
         """c_k of every term."""
+        if not self.has_coefficient_schedules:
+            return self._constants
         return tuple(term.coefficient_at(iteration) for term in self.terms)
 
-    def extreme_values(self, largest: Sequence[float]) -> list[float]:
-        """Minima and maxima from maxima (minima negated); NaN over no valid token, or of a NaN."""
-        return [
-            math.nan if value == -math.inf else value if metric.normaliser == "max" else -value
-            for metric, value in zip(self.extremes, largest, strict=True)
-        ]
-
-    def sums_of(
-        self,
-        output: Any,
-        microbatch: Mapping[str, Any],
-        weights: Sequence[Tensor],
-        coefficients: Sequence[float],
-        *,
-        rows_are_sequences: bool,
-    ) -> Sums:
-        """Evaluate every term and metric on a microbatch. No collective, no host sync."""
-        if self._prepare is not None:
-            output = self._prepare(output, microbatch)
-        return self._sums_of(
-            output, microbatch, tuple(weights), tuple(coefficients), rows_are_sequences
-        )
+    @cached_property
+    def _constants(self) -> tuple[float, ...]:
+        return tuple(term.coefficient_at(None) for term in self.terms)
 
 
 def _check_distinct(names: Sequence[str]) -> None:
@@ -165,7 +181,6 @@ def make_objective(
     options: ModeOptions,
     metrics: Mapping[str, str] | None,
     report_counts: bool = False,
-    compile: bool = False,
 ) -> Objective:
     """The objective of `LossAggregator`'s arguments: several terms, or one loss_fn with a mode.
 
@@ -185,7 +200,7 @@ def make_objective(
         only = LossTerm(
             "the loss", loss_fn, loss_agg_mode, metrics=metrics or {}, **options.mode_options
         )
-        objective = Objective([only], report_terms=False, compile=compile)
+        objective = Objective.of([only], reports_terms=False)
     else:
         given = {"loss_agg_mode": loss_agg_mode, "metrics": metrics, **options.not_default}
         wrong = [name for name, value in given.items() if value is not None]
@@ -193,7 +208,7 @@ def make_objective(
             raise ValueError(
                 f"{', '.join(wrong)} cannot be given with terms: each LossTerm has its own."
             )
-        objective = Objective(terms, loss_fn, compile=compile)
+        objective = Objective.of(terms, loss_fn)
     for term in objective.terms:
         if not report_counts and not {"sequences", "units"} & set(term.metrics.values()):
             warn_of_unread(term.spec, term, ("sequence_count",))

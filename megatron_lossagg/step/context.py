@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lossagg.groups import ParallelGroups
+from megatron_lossagg.objective.evaluation import Evaluate
 from megatron_lossagg.objective.objective import Objective
 from megatron_lossagg.schedule.contract import ScheduleContract
 from megatron_lossagg.step.report import ReportShape
@@ -19,6 +20,7 @@ class StepContext:
         share: 1 / (M D C): one microbatch of one rank, of all.
         loss_factor: what S is multiplied by before it is returned.
         objective: terms and metrics.
+        evaluate: what evaluates the objective on a microbatch.
         report_shape: what is reduced for a report.
         contract: the regime and its factors.
         groups: the process groups.
@@ -44,6 +46,7 @@ class StepContext:
     share: float
     loss_factor: float
     objective: Objective
+    evaluate: Evaluate
     report_shape: ReportShape
     contract: ScheduleContract
     groups: ParallelGroups

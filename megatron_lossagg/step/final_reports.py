@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from megatron_lossagg.groups import all_reduce_extremes, communication_device
-from megatron_lossagg.objective.microbatch_report import MicrobatchReport
 from megatron_lossagg.step.context import StepContext
+from megatron_lossagg.step.microbatch_report import MicrobatchReport
+from megatron_lossagg.step.report import extreme_values
 
 
 def complete_reports(
@@ -38,6 +39,6 @@ def complete_reports(
         largest = torch.stack(found).max(dim=0).values
     largest = largest.to(communication_device(context.groups.dp_cp, largest.device))
     largest = all_reduce_extremes(largest, context.groups.dp_cp)
-    values = context.objective.extreme_values(largest.tolist())
+    values = extreme_values(context.objective.extremes, largest.tolist())
     for report in reports:
         report.set_extremes(values, share)

@@ -167,6 +167,7 @@ class StepPlanner:
             share=1.0 / (num_microbatches * groups.dp_cp_size),
             loss_factor=contract.loss_factor(num_microbatches),
             objective=settings.objective,
+            evaluate=settings.evaluate,
             report_shape=self._report_shape,
             contract=contract,
             groups=groups,

@@ -19,8 +19,8 @@ from megatron_lossagg.groups import (
     broadcast_from_last,
     communication_device,
 )
-from megatron_lossagg.objective.microbatch_report import ReportNames
-from megatron_lossagg.objective.objective import Objective
+from megatron_lossagg.objective.objective import Objective, ValueNames
+from megatron_lossagg.weights.metrics import Metric
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Totals:
     tokens_seen: float
 
     def values(
-        self, names: ReportNames, value_factors: Sequence[float], divisors: Sequence[float]
+        self, names: ValueNames, value_factors: Sequence[float], divisors: Sequence[float]
     ) -> dict[str, float]:
         """The loss, terms and metrics that are sums, by name: sums first, divided once."""
         found = {}
@@ -75,7 +75,7 @@ class ReportShape:
         sizes: of what is summed: pairs, metric sums, counts, ranks with counts, tokens, problems.
     """
 
-    names: ReportNames
+    names: ValueNames
     num_counts: int
     needs_counts: bool
     sizes: tuple[int, ...]
@@ -210,7 +210,15 @@ def reduce_report(
     )
 
 
-def _summed(entries: Sequence[Mapping[str, Tensor]], names: ReportNames) -> Tensor:
+def extreme_values(metrics: Sequence[Metric], largest: Sequence[float]) -> list[float]:
+    """Minima and maxima from maxima (minima negated); NaN over no valid token, or of a NaN."""
+    return [
+        math.nan if value == -math.inf else value if metric.kind == "max" else -value
+        for metric, value in zip(metrics, largest, strict=True)
+    ]
+
+
+def _summed(entries: Sequence[Mapping[str, Tensor]], names: ValueNames) -> Tensor:
     """Pairs of values and metric sums, then metric sums, over microbatches: float64."""
     all_names = (*names.values, *names.metric_sums)
     pairs = [torch.stack([entry[name].double() for name in all_names]) for entry in entries]
@@ -227,7 +235,7 @@ def _largest(entries: Sequence[Mapping[str, Tensor]]) -> Tensor:
     return torch.stack(found).max(dim=0).values
 
 
-def _problem(entries: Any, names: ReportNames, num_reports: int | None) -> str | None:
+def _problem(entries: Any, names: ValueNames, num_reports: int | None) -> str | None:
     """What is wrong with the reports of a last-stage rank, or None. Looks at no value."""
     size = len(entries) if isinstance(entries, Sequence) else 0
     if size == 0 or (num_reports is not None and size != num_reports):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_lossagg.objective.microbatch_report import MicrobatchReport
+from megatron_lossagg.step.microbatch_report import MicrobatchReport
 
 
 @dataclass

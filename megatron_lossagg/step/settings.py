@@ -9,6 +9,7 @@ from typing import Any
 from megatron_lossagg.config.options import LossAggOptions
 from megatron_lossagg.groups import ParallelGroups, current_groups
 from megatron_lossagg.modes.spec import ModeSpec
+from megatron_lossagg.objective.evaluation import Evaluate
 from megatron_lossagg.objective.objective import Objective
 from megatron_lossagg.schedule.contract import ScheduleContract, regime_of
 from megatron_lossagg.schedule.model_config import ConfigSource
@@ -22,12 +23,14 @@ class Settings:
     Attributes:
         options: see `LossAggOptions`.
         objective: terms and metrics.
+        evaluate: what evaluates the objective on a microbatch.
         config_source: gives the model's config.
         groups: the process groups that were passed; None: Megatron's of the moment.
     """
 
     options: LossAggOptions
     objective: Objective
+    evaluate: Evaluate
     config_source: ConfigSource
     groups: ParallelGroups | None
 

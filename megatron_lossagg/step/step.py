@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.objective.microbatch_report import microbatch_report
 from megatron_lossagg.step.checks import check_pass
 from megatron_lossagg.step.context import StepContext
 from megatron_lossagg.step.final_reports import complete_reports
+from megatron_lossagg.step.microbatch_report import microbatch_report
 from megatron_lossagg.step.returned_loss import (
     check_gradients_are_wanted,
     metric_denominators,
@@ -184,12 +184,8 @@ class Step:
         if context.divides_later or context.forward_only:
             check_gradients_are_wanted(context)
         weights = [weights_of(microbatch, key) for key in context.weights_keys]
-        sums = context.objective.sums_of(
-            output_tensor,
-            microbatch,
-            weights,
-            context.coefficients,
-            rows_are_sequences=context.rows_are_sequences,
+        sums = context.evaluate(
+            output_tensor, microbatch, weights, context.coefficients, context.rows_are_sequences
         )
         run = self._running_pass()
         run.add_loss_call(weights)

@@ -14,7 +14,7 @@ from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.objective.objective import Objective
 from megatron_lossagg.step.context import StepContext
-from megatron_lossagg.step.report import LocalReport, Totals, reduce_report
+from megatron_lossagg.step.report import LocalReport, Totals, extreme_values, reduce_report
 from megatron_lossagg.step.schedule_pass import SchedulePass
 from megatron_lossagg.weights.deferred import sum_over_ranks
 from megatron_lossagg.weights.step_weights import StepWeights
@@ -99,7 +99,7 @@ def _values(totals: Totals, context: StepContext) -> StepReport:
         known = StepCounts.unpack(totals.counts, objective)
     values = totals.values(names, known.value_factors, known.divisors)
     if names.extremes:
-        extremes = objective.extreme_values(totals.extremes)
+        extremes = extreme_values(objective.extremes, totals.extremes)
         values |= dict(zip(names.extremes, extremes, strict=True))
     return StepReport(values | known.named_counts(), known.trained_tokens == 0)
 

@@ -12,7 +12,6 @@ import torch
 from one_process import make_aggregator
 
 from megatron_lossagg import LossTerm, token_losses
-from megatron_lossagg.objective.compile.one_pass import OnePass
 
 
 def policy(output, microbatch):
@@ -69,16 +68,12 @@ def values_and_gradient(made, microbatch, iteration=1, output_of=None):
     return values, planned["losses"].grad
 
 
-def sums_of(made):
-    return made._settings.objective._sums_of
+def remaining(made):
+    """The names of what is compiled and has not failed."""
+    return [type(compiled).__name__ for compiled in made._settings.evaluate.remaining]
 
 
-def ways_of(made):
-    """Which ways of compiling are still tried."""
-    return ["one pass" if isinstance(way, OnePass) else "two passes" for way in sums_of(made).ways]
-
-
-BOTH_WAYS = ["one pass", "two passes"]
+BOTH = ["OnePass", "TwoPasses"]
 
 
 def assert_same(made, plain, microbatch, iteration=1, *, output_of=None):

@@ -1,4 +1,4 @@
-"""The masked weighted sum and the checks in front of it."""
+"""The masked weighted sum, and the weights that a microbatch carries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lossagg import LossAggError, agg_loss, weighted_sum
 from megatron_lossagg.weighted_sum import (
-    check_token_losses,
     looking_is_free,
     masked_weighted_sum,
     weights_of,
@@ -200,42 +199,6 @@ def test_everything_about_a_step_is_in_the_weights(mode, options, per_token):
     assert torch.equal(found[-1]["loss"], expected[-1]["loss"])
     if per_token:
         assert found[1].item() == expected[1].item() == 1
-
-
-@pytest.mark.parametrize(
-    ("losses", "hint"),
-    [
-        (torch.tensor(1.0), r"shape \(\), .* shape \(2, 3\)\. It looks reduced already"),
-        (torch.ones(2), r"shape \(2,\), .* It looks reduced already: return the loss of every"),
-        (torch.ones(2, 4), r"shape \(2, 4\), .* shape \(2, 3\)\. .* slice_for_cp; otherwise"),
-        (torch.ones(3, 2), r"check the mask's width"),
-        (torch.ones(1, 3), r"shape \(1, 3\)"),
-    ],
-)
-def test_losses_of_another_shape(losses, hint):
-    """A reduced loss and a mask of another width get different advice; nothing broadcasts."""
-    with pytest.raises(ValueError, match=hint):
-        check_token_losses(losses, torch.ones(2, 3))
-
-
-def test_reduced_loss_of_a_one_token_mask():
-    """A scalar is not per token even if there is one token only."""
-    with pytest.raises(ValueError, match="It looks reduced already"):
-        check_token_losses(torch.tensor(1.0), torch.ones(1, 1))
-
-
-@pytest.mark.parametrize("losses", [None, 1.0, (torch.ones(1, 1),), {"loss": 1}])
-def test_losses_that_are_no_tensor(losses):
-    """The type that came back from loss_fn is named."""
-    with pytest.raises(TypeError, match="tensor of per-token losses, got") as caught:
-        check_token_losses(losses, torch.ones(1, 1))
-    assert type(losses).__name__ in str(caught.value)
-
-
-def test_integer_losses():
-    """Token ids or counts instead of losses."""
-    with pytest.raises(TypeError, match=r"floating-point losses, got torch\.int64"):
-        check_token_losses(torch.ones(1, 1, dtype=torch.int64), torch.ones(1, 1))
 
 
 @pytest.mark.parametrize("microbatch", [{}, {"loss_mask": 1, 5: 2}, torch.ones(1), None])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megatron_lossagg.objective.compile.compiler import backend_of_constants, compile_method
-from megatron_lossagg.objective.evaluation import Evaluation, Sums, TermSums
+from megatron_lossagg.objective.evaluation import Evaluation, MicrobatchSums
 
 
 class OnePass:
@@ -23,15 +23,18 @@ class OnePass:
     `loss_fn` gets views of the output: attributes of its tensors, their `.grad`, and whether one is
     (`is`) another are lost on it. A part of the output that no loss uses gets a gradient of zeros
     instead of None. Coefficients are inputs of the graph: a schedule of them compiles nothing.
+
+    Args:
+        plain: evaluates an objective that prepares nothing.
     """
 
-    def __init__(self, evaluation: Evaluation) -> None:
-        self._evaluation = evaluation
-        self._compiled = compile_method(self._with_gradients, backend_of_constants)
+    def __init__(self, plain: Evaluation) -> None:
+        self._plain = plain
+        self._with_gradients = compile_method(self._evaluate_with_gradients, backend_of_constants)
         self._coefficients: dict[tuple[tuple[float, ...], torch.device], tuple[Tensor, ...]] = {}
 
     @staticmethod
-    def applies_to(output: Any, weights: Tensor) -> bool:
+    def applies_to(output: Any, weights: Sequence[Tensor]) -> bool:
         """Whether it is float32 or float64 of the shape of the weights, and to be differentiated.
 
         The gradient of logits should not exist before the backward pass, and one in lower precision
@@ -43,7 +46,7 @@ class OnePass:
             and all(
                 isinstance(leaf, Tensor)
                 and leaf.dtype in (torch.float32, torch.float64)
-                and leaf.shape == weights.shape
+                and leaf.shape == weights[0].shape
                 for leaf in leaves
             )
             and any(leaf.requires_grad for leaf in leaves)
@@ -53,11 +56,11 @@ class OnePass:
         self,
         output: Any,
         microbatch: Mapping[str, Any],
-        weights: tuple[Tensor, ...],
-        coefficients: tuple[float, ...],
-        rows_are_sequences: bool,
-    ) -> Sums:
-        """See `Evaluation.sums_of`. Raises if it cannot be compiled so.
+        weights: Sequence[Tensor],
+        coefficients: Sequence[float],
+        rows_are_sequences: bool = True,
+    ) -> MicrobatchSums:
+        """See `Evaluate`. Raises if it cannot be compiled so.
 
         That is also where `loss_fn` uses tensors with gradients of their own, as of a parameter.
         """
@@ -65,12 +68,12 @@ class OnePass:
         # torch.func.grad turns these hooks off, and leaves them so where compiling it fails midway.
         without_hooks = torch.autograd.graph.disable_saved_tensors_hooks("compile=True is at work.")
         with torch.no_grad(), without_hooks:
-            total, values, metric_sums, extremes, gradients, depends = self._compiled(
+            total, sums, gradients, depends = self._with_gradients(
                 pytree.tree_map(Tensor.detach, output),
                 tuple(leaf.requires_grad for leaf in leaves),
                 microbatch,
                 weights,
-                self._on_device(coefficients, weights[0].device),
+                self._on_device(tuple(coefficients), weights[0].device),
                 rows_are_sequences,
             )
         # Without a graph where plain Python gives none, so that a backward pass raises there, too.
@@ -78,50 +81,68 @@ class OnePass:
         if any(counted):
             differentiated = [leaf for leaf in leaves if leaf.requires_grad]
             total = _WithGradients.apply((total, gradients), *differentiated)
-        return Sums(total, values, metric_sums, extremes)
+        return MicrobatchSums(total, *sums)
 
-    def _with_gradients(
+    def _evaluate_with_gradients(
         self,
         output: Any,
         is_needed: tuple[bool, ...],
         microbatch: Mapping[str, Any],
-        weights: tuple[Tensor, ...],
+        weights: Sequence[Tensor],
         coefficients: tuple[Tensor, ...],
         rows_are_sequences: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, list[Tensor], list[bool]]:
-        """The fields of `Sums`, the gradients that are needed of the total.
+    ) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None], list[Tensor], list[bool]]:
+        """What is compiled: plain tensors in, plain tensors out.
 
-        And for every term whether it depends on the output at all.
+        Returns:
+            (total, (values, metric_sums, extremes) of `MicrobatchSums`, the gradients of the total
+            that are needed, for every term whether it depends on the output at all).
         """
-        leaves, structure = pytree.tree_flatten(output)
-        inputs = [leaf for leaf, needed in zip(leaves, is_needed, strict=True) if needed]
-        found: list[TermSums] = []
-        parts: list[Tensor] = []
-        gradients: list[list[Tensor]] = []
-        depends: list[bool] = []
-        for index, coefficient in enumerate(coefficients):
-
-            def partial_sum(inputs: list[Tensor], index: int = index) -> tuple[Tensor, TermSums]:
-                # As views: torch.compile takes the inputs of torch.func.grad themselves for tensors
-                # without gradients, and traces an autograd.Function of them without its backward.
-                given = iter([leaf.view_as(leaf) for leaf in inputs])
-                by_leaf = zip(leaves, is_needed, strict=True)
-                merged = [next(given) if needed else leaf for leaf, needed in by_leaf]
-                output = pytree.tree_unflatten(merged, structure)
-                sums = self._evaluation.of_term(
-                    index, output, microbatch, weights, rows_are_sequences
-                )
-                depends.append(sums.partial_sum.requires_grad)
-                return sums.partial_sum, sums
-
-            gradient, (value, sums) = torch.func.grad_and_value(partial_sum, has_aux=True)(inputs)
-            found.append(sums)
-            parts.append(_times(coefficient, value))
-            gradients.append([_times(coefficient, leaf) for leaf in gradient])
+        terms = [
+            self._term(index, output, is_needed, microbatch, weights, rows_are_sequences)
+            for index in range(len(coefficients))
+        ]
+        parts = [_times(c, term.partial_sum) for c, term in zip(coefficients, terms, strict=True)]
         total = torch.stack(parts).sum()
-        values, metric_sums, extremes = self._evaluation.reported(found).with_total(total)
+        gradients = [
+            [_times(c, gradient) for gradient in term.gradients]
+            for c, term in zip(coefficients, terms, strict=True)
+        ]
         of_total = [sum(of_terms[1:], of_terms[0]) for of_terms in zip(*gradients, strict=True)]
-        return total, values, metric_sums, extremes, of_total, depends
+        metrics = {name: value for term in terms for name, value in term.metrics.items()}
+        sums = self._plain.collected(total, [term.partial_sum for term in terms], metrics)
+        packed = (sums.values, sums.metric_sums, sums.extremes)
+        return total, packed, of_total, [term.depends for term in terms]
+
+    def _term(
+        self,
+        index: int,
+        output: Any,
+        is_needed: tuple[bool, ...],
+        microbatch: Mapping[str, Any],
+        weights: Sequence[Tensor],
+        rows_are_sequences: bool,
+    ) -> _Term:
+        """One term and its gradients with respect to the leaves of the output that need one."""
+        leaves, structure = pytree.tree_flatten(output)
+        depends: list[bool] = []
+
+        def partial_sum(inputs: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            # As views: torch.compile takes the inputs of torch.func.grad themselves for tensors
+            # without gradients, and traces an autograd.Function of them without its backward.
+            views = iter([leaf.view_as(leaf) for leaf in inputs])
+            by_leaf = zip(leaves, is_needed, strict=True)
+            merged = [next(views) if needed else leaf for leaf, needed in by_leaf]
+            own_output = pytree.tree_unflatten(merged, structure)
+            value, metrics = self._plain.term(
+                index, own_output, microbatch, weights, rows_are_sequences
+            )
+            depends.append(value.requires_grad)
+            return value, metrics
+
+        inputs = [leaf for leaf, needed in zip(leaves, is_needed, strict=True) if needed]
+        of_inputs, (value, metrics) = torch.func.grad_and_value(partial_sum, has_aux=True)(inputs)
+        return _Term(value, metrics, of_inputs, depends[0])
 
     def _on_device(
         self, coefficients: tuple[float, ...], device: torch.device
@@ -139,6 +160,15 @@ class OnePass:
                 found = tuple(on_device(c) for c in coefficients)
             self._coefficients = {key: found}
         return found
+
+
+class _Term(NamedTuple):
+    """S_k of a term, the values of its metrics, dS_k by output, and whether it depends on that."""
+
+    partial_sum: Tensor
+    metrics: dict[str, Tensor]
+    gradients: list[Tensor]
+    depends: bool
 
 
 def _times(coefficient: Tensor, value: Tensor) -> Tensor:

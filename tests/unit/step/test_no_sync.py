@@ -247,9 +247,9 @@ def test_loss_func_is_one_graph(regime):
     """Dynamo traces the terms, metrics and sums of a microbatch without a graph break."""
     step = step_of(regime, [[1, 1, 0], [1, 0, 0]])
     [microbatch] = step.microbatches
-    objective = step._context.objective
-    weights = [microbatch[key] for key in step._context.weights_keys]
-    explained = torch._dynamo.explain(objective.evaluation.of_all)(
-        microbatch["losses"], microbatch, weights
+    context = step._context
+    weights = [microbatch[key] for key in context.weights_keys]
+    explained = torch._dynamo.explain(context.evaluate)(
+        microbatch["losses"], microbatch, weights, context.coefficients
     )
     assert explained.graph_count == 1 and explained.graph_break_count == 0

@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch._dynamo
 from compiled_objectives import (
-    BOTH_WAYS,
+    BOTH,
     aggregator,
     assert_same,
     microbatch_of,
-    sums_of,
+    remaining,
     values_and_gradient,
-    ways_of,
 )
 from one_process import make_aggregator
 
@@ -36,7 +35,7 @@ def test_compiled_numbers_are_those_of_plain_python(recwarn):
     """float64, NaN at masked tokens: values to 1e-14, gradients too, exactly 0 where masked."""
     microbatch, made = microbatch_of(3, 37), aggregator(compile=True)
     gradient = assert_same(made, aggregator(), microbatch)
-    assert ways_of(made) == BOTH_WAYS
+    assert remaining(made) == BOTH
     _, plain = values_and_gradient(aggregator(), microbatch)
     assert torch.equal(gradient == 0, (microbatch["loss_mask"] == 0) | (plain == 0))
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
@@ -79,7 +78,7 @@ def test_aggregators_do_not_share_a_number_of_graphs(counter, recwarn):
         for factor in (2.0, 3.0):
             made = make_aggregator(loss_fn=lambda o, _, f=factor: o * f, compile=True)
             values_and_gradient(made, microbatch)
-            assert ways_of(made) == BOTH_WAYS
+            assert remaining(made) == BOTH
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
 
@@ -120,7 +119,7 @@ def test_threads_that_find_out_together_that_compiling_fails():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failures and ways_of(made) == []
+    assert not failures and remaining(made) == []
 
 
 def test_without_gradients_there_is_no_gradient(counter):
@@ -158,7 +157,7 @@ def test_what_prepares_the_logits_stays_out_of_the_graph(counter, recwarn):
     assert_same(
         made, plain, microbatch, output_of=lambda x: x.nan_to_num()[:, :, None] * vocabulary
     )
-    assert ways_of(made) == BOTH_WAYS and counter.frame_count == 1
+    assert remaining(made) == BOTH and counter.frame_count == 1
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
 
@@ -174,7 +173,7 @@ def test_a_compiler_that_fails_leaves_plain_python(monkeypatch):
         first = values_and_gradient(made, microbatch)
         second = values_and_gradient(made, microbatch)
     assert len([w for w in caught if issubclass(w.category, RuntimeWarning)]) == 1
-    assert ways_of(made) == []
+    assert remaining(made) == []
     expected, plain = values_and_gradient(aggregator(), microbatch)
     for values, gradient in (first, second):
         assert values == expected and torch.equal(gradient, plain)
@@ -197,7 +196,7 @@ def test_a_loss_fn_that_cannot_be_traced_runs_in_python(kind):
             microbatch,
             output_of=None if kind == "values" else lambda losses: losses[..., None],
         )
-    assert ways_of(made) == []
+    assert remaining(made) == []
 
 
 def test_memory_that_runs_out_is_no_fault_of_compiling(counter, monkeypatch):
@@ -208,9 +207,9 @@ def test_memory_that_runs_out_is_no_fault_of_compiling(counter, monkeypatch):
         raise torch.cuda.OutOfMemoryError("full")
 
     with monkeypatch.context() as patched, pytest.raises(torch.cuda.OutOfMemoryError):
-        patched.setattr(sums_of(made)._one_pass, "_compiled", out_of_memory)
+        patched.setattr(made._settings.evaluate.remaining[0], "_with_gradients", out_of_memory)
         values_and_gradient(made, microbatch_of(3, 8))
-    assert ways_of(made) == BOTH_WAYS
+    assert remaining(made) == BOTH
 
 
 def test_faults_of_the_function_are_its_own(counter, recwarn):
@@ -224,7 +223,7 @@ def test_faults_of_the_function_are_its_own(counter, recwarn):
     made = make_aggregator(loss_fn=fails, compile=True)
     with pytest.raises(ValueError, match="three rows"):
         values_and_gradient(made, microbatch_of(3, 4))
-    assert ways_of(made) == BOTH_WAYS
+    assert remaining(made) == BOTH
     assert_same(made, make_aggregator(loss_fn=fails), microbatch_of(2, 4))
-    assert ways_of(made) == BOTH_WAYS
+    assert remaining(made) == BOTH
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]

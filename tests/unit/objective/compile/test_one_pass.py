@@ -7,14 +7,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from compiled_objectives import (
-    BOTH_WAYS,
+    BOTH,
     aggregator,
     assert_same,
     microbatch_of,
     policy,
-    sums_of,
+    remaining,
     values_and_gradient,
-    ways_of,
 )
 from one_process import make_aggregator
 
@@ -78,7 +77,7 @@ def test_gradients_that_do_not_come_through_the_output(counter, recwarn, kind):
         _, gradient = values_and_gradient(made, microbatch)
         collected.append((gradient, source.grad.clone()))
         if compile:
-            assert ways_of(made) == ["two passes"]
+            assert remaining(made) == ["TwoPasses"]
     for found, expected in zip(*collected, strict=True):
         assert expected.abs().sum() > 0
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
@@ -91,10 +90,10 @@ def test_a_parameter_that_comes_to_need_a_gradient(counter):
     made = make_aggregator(loss_fn=lambda output, _: output * scale, compile=True)
     microbatch = microbatch_of(3, 8, masked=1.0)
     values_and_gradient(made, microbatch)
-    assert ways_of(made) == BOTH_WAYS
+    assert remaining(made) == BOTH
     scale.requires_grad_(True)
     values_and_gradient(made, microbatch)
-    assert ways_of(made) == ["two passes"]
+    assert remaining(made) == ["TwoPasses"]
     assert float(scale.grad) == pytest.approx(
         float(microbatch["losses"].detach()[microbatch["loss_mask"] == 1].mean()), rel=1e-13
     )
@@ -126,7 +125,7 @@ def test_outputs_of_several_tensors(counter, kind):
     made = make_aggregator(loss_fn=loss_fn, compile=True)
     plain = make_aggregator(loss_fn=loss_fn)
     assert_same(made, plain, microbatch, output_of=lambda losses: of_output(kind, losses)[0])
-    assert ways_of(made) == BOTH_WAYS and counter.frame_count == 1
+    assert remaining(made) == BOTH and counter.frame_count == 1
 
 
 @pytest.mark.parametrize(
@@ -146,9 +145,9 @@ def test_other_outputs_take_two_passes(counter, recwarn, name, output_of, loss_f
     made, plain = make_aggregator(loss_fn=loss_fn, compile=True), make_aggregator(loss_fn=loss_fn)
     assert_same(made, plain, microbatch_of(3, 8, masked=1.0), output_of=output_of)
     calls = []
-    sums_of(made)._one_pass._compiled = lambda *args: calls.append(args)
+    made._settings.evaluate.remaining[0]._with_gradients = lambda *args: calls.append(args)
     assert_same(made, plain, microbatch_of(3, 8, masked=1.0), output_of=output_of)
-    assert not calls and ways_of(made) == BOTH_WAYS and counter.frame_count == 1
+    assert not calls and remaining(made) == BOTH and counter.frame_count == 1
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
 
@@ -176,7 +175,7 @@ def test_a_function_with_a_backward_pass_of_its_own(counter, kind):
     }[kind]
     made, plain = make_aggregator(loss_fn=loss_fn, compile=True), make_aggregator(loss_fn=loss_fn)
     assert_same(made, plain, microbatch_of(3, 8, masked=1.0), output_of=output_of)
-    assert ways_of(made) == BOTH_WAYS
+    assert remaining(made) == BOTH
 
 
 def test_what_needs_a_gradient_is_told_to_loss_fn(counter):
@@ -189,7 +188,7 @@ def test_what_needs_a_gradient_is_told_to_loss_fn(counter):
     made, plain = make_aggregator(loss_fn=loss_fn, compile=True), make_aggregator(loss_fn=loss_fn)
     microbatch = microbatch_of(3, 8, masked=1.0)
     assert_same(made, plain, microbatch, output_of=lambda losses: (losses, losses.detach()))
-    assert ways_of(made) == BOTH_WAYS
+    assert remaining(made) == BOTH
 
 
 def test_a_loss_that_does_not_depend_on_the_output_has_no_graph(counter):
@@ -216,5 +215,5 @@ def test_a_failure_midway_leaves_torch_as_it_was(counter):
     made = make_aggregator(loss_fn=lambda output, _: checkpointed(output) * output, compile=True)
     plain = make_aggregator(loss_fn=lambda output, _: output.exp() * output)
     assert_same(made, plain, microbatch_of(3, 8, masked=1.0))
-    assert ways_of(made) == ["two passes"]
+    assert remaining(made) == ["TwoPasses"]
     checkpointed(torch.ones(2, requires_grad=True)).sum().backward()

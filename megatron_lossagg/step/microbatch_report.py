@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lossagg.objective.evaluation import Sums
-
-
-class ReportNames(NamedTuple):
-    """The entries of a report: the loss and its terms, metrics that are sums, minima and maxima."""
-
-    values: tuple[str, ...]
-    metric_sums: tuple[str, ...]
-    extremes: tuple[str, ...]
+from megatron_lossagg.objective.evaluation import MicrobatchSums
+from megatron_lossagg.objective.objective import ValueNames
 
 
 class MicrobatchReport(dict[str, Tensor]):
@@ -38,7 +30,7 @@ class MicrobatchReport(dict[str, Tensor]):
 
     def __init__(
         self,
-        names: ReportNames,
+        names: ValueNames,
         packed: Tensor,
         metric_sums: Tensor | None,
         extremes: Tensor | None,
@@ -53,7 +45,7 @@ class MicrobatchReport(dict[str, Tensor]):
         self.extreme_pairs = extreme_pairs
         self.has_shares = has_shares
 
-    def renamed(self, names: ReportNames) -> MicrobatchReport:
+    def renamed(self, names: ValueNames) -> MicrobatchReport:
         """The same tensors under other names."""
         return MicrobatchReport(
             names,
@@ -101,8 +93,8 @@ class MicrobatchReport(dict[str, Tensor]):
 
 
 def microbatch_report(
-    sums: Sums,
-    names: ReportNames,
+    sums: MicrobatchSums,
+    names: ValueNames,
     *,
     num_tokens: Tensor | None,
     share: float,

@@ -1,4 +1,4 @@
-"""A fault of a metric speaks of the metric, and one of the only loss of no term."""
+"""What a loss_fn returned: messages speak of the metric, and of a term only if there are terms."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from one_process import fixture_f, make_aggregator, run_step
 
 from megatron_lossagg import LossTerm
+from megatron_lossagg.objective.loss_fn_result import check_token_losses
 
 
 def run_with(value, normaliser="tokens", *, terms=False):
@@ -67,3 +68,39 @@ def test_bools_and_integers_are_numbers():
         [report] = run_with(value)
         numerator, denominator = report["ratio"].tolist()
         assert numerator / denominator == 3 / 7
+
+
+@pytest.mark.parametrize(
+    ("losses", "hint"),
+    [
+        (torch.tensor(1.0), r"shape \(\), .* shape \(2, 3\)\. It looks reduced already"),
+        (torch.ones(2), r"shape \(2,\), .* It looks reduced already: return the loss of every"),
+        (torch.ones(2, 4), r"shape \(2, 4\), .* shape \(2, 3\)\. .* slice_for_cp; otherwise"),
+        (torch.ones(3, 2), r"check the mask's width"),
+        (torch.ones(1, 3), r"shape \(1, 3\)"),
+    ],
+)
+def test_losses_of_another_shape(losses, hint):
+    """A reduced loss and a mask of another width get different advice; nothing broadcasts."""
+    with pytest.raises(ValueError, match=hint):
+        check_token_losses(losses, torch.ones(2, 3))
+
+
+def test_reduced_loss_of_a_one_token_mask():
+    """A scalar is not per token even if there is one token only."""
+    with pytest.raises(ValueError, match="It looks reduced already"):
+        check_token_losses(torch.tensor(1.0), torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("losses", [None, 1.0, (torch.ones(1, 1),), {"loss": 1}])
+def test_losses_that_are_no_tensor(losses):
+    """The type that came back from loss_fn is named."""
+    with pytest.raises(TypeError, match="tensor of per-token losses, got") as caught:
+        check_token_losses(losses, torch.ones(1, 1))
+    assert type(losses).__name__ in str(caught.value)
+
+
+def test_integer_losses():
+    """Token ids or counts instead of losses."""
+    with pytest.raises(TypeError, match=r"floating-point losses, got torch\.int64"):
+        check_token_losses(torch.ones(1, 1, dtype=torch.int64), torch.ones(1, 1))
