@@ -18,12 +18,8 @@ from megatron_lossagg import LossAggError, LossAggregator
 from megatron_lossagg.testing import RankFailure, TinyGPT
 from megatron_lossagg.testing.layout.layout import Layout
 from megatron_lossagg.testing.run import StepPlan, run_global_batch
-from megatron_lossagg.verification.cases import (
-    DEFAULT_MODES,
-    Case,
-    run_cases,
-    standard_batch,
-)
+from megatron_lossagg.verification.case_runs import run_cases
+from megatron_lossagg.verification.cases import DEFAULT_MODES, Case, standard_batch
 
 LONG = pytest.mark.conformance
 MODES = {
