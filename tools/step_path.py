@@ -1,12 +1,12 @@
 """How far a reader walks to follow one step: the calls of Python functions of this package.
 
     python tools/step_path.py           # two lines of four numbers
-    python tools/step_path.py --list    # and the files, in the order in which they are first entered
+    python tools/step_path.py --list    # and the files, in the order of the first visit
 
 One process, one term, one microbatch. "a step" is `begin_step`, the iterator's `next`, `loss_func`,
-`validate` and `report`; "first next of wrap" is what the schedule's first `next` runs. It is the
-second step that is counted, as what is cached is no part of the path. Comprehensions are no calls of
-their own: whether Python makes them one depends on its version.
+`validate` and `report`; "first next of wrap" is what the schedule's first `next` runs. Counted is
+the second step, as what is cached is no part of the path. Comprehensions are no calls of their own:
+whether Python makes them one depends on its version.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def a_step() -> list[CodeType]:
     token_losses = torch.ones(1, 3, requires_grad=True)
     with recorded(calls):
         step = aggregator.begin_step([microbatch])
-        planned = next(step.data_iterator(1)[0])
+        iterator = step.data_iterator(1)[0]
+        assert iterator is not None
+        planned = next(iterator)
         _, report = step.loss_func(planned, token_losses)
         step.validate()
         step.report([report])
@@ -80,6 +82,7 @@ def first_next_of_wrap() -> list[CodeType]:
     calls: list[CodeType] = []
     aggregator = make_aggregator(finalize_model_grads_func=lambda *args, **kwargs: None)
     iterator = aggregator.wrap(iter([make_microbatch()]), num_microbatches=1)
+    assert isinstance(iterator, Iterator)
     with recorded(calls):
         next(iterator)
     return calls

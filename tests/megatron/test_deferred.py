@@ -73,6 +73,7 @@ class Streaming:
             model_config=context.model_config,
             weight_dtype=torch.float64,
             denominators="deferred",
+            report_counts=True,
             **dict(self.options),
         )
         losses_seen = []
@@ -91,13 +92,12 @@ class Streaming:
             return model(microbatch["loss_mask"]), partial(aggregator.loss_func, microbatch)
 
         def finish(store):
-            counts = aggregator._stream.active.plan.counts
             pairs = torch.stack([entry["loss"] for entry in store]).sum(dim=0)
             torch.distributed.all_reduce(pairs)
             return {
                 "asked_after": asked_after,
                 "loss": (pairs[0] / pairs[1]).item(),
-                "num_tokens": int(counts.num_tokens),
+                "num_tokens": aggregator.report(store)["num_tokens"],
             }
 
         return StepPlan(forward_step, data, len(context.microbatches), finish)
