@@ -10,10 +10,10 @@ ROOT = Path(__file__).parent
 
 def read_version() -> str:
     """Read `__version__` from the source: importing the package would need torch."""
-    source = (ROOT / "megatron_lossagg" / "__init__.py").read_text(encoding="utf-8")
+    source = (ROOT / "megatron_lossagg" / "version.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"', source, re.MULTILINE)
     if match is None:
-        raise RuntimeError('megatron_lossagg/__init__.py has no line like __version__ = "1.2.3"')
+        raise RuntimeError('megatron_lossagg/version.py has no line like __version__ = "1.2.3"')
     return match.group(1)
 
 

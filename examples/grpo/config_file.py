@@ -10,7 +10,7 @@ import yaml
 
 from grpo.config import WEIGHTS_KEY, TrainingConfig
 from grpo.terms import POLICY
-from megatron_lossagg.typed_fields import read_dataclass
+from megatron_lossagg.config import read_dataclass
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 

@@ -1,5 +1,6 @@
 """Options as a dataclass, from YAML and from presets."""
 
 from megatron_lossagg.config.loss_agg_config import LossAggConfig
+from megatron_lossagg.typed_fields import read_dataclass
 
-__all__ = ["LossAggConfig"]
+__all__ = ["LossAggConfig", "read_dataclass"]

@@ -28,7 +28,8 @@ from megatron_lossagg.testing.ranks.device_shim import (
     uninstall_cpu_shim,
 )
 from megatron_lossagg.testing.ranks.parallel import initialize_model_parallel
-from megatron_lossagg.testing.ranks.rank_pool import RankFailure, RankPool
+from megatron_lossagg.testing.ranks.rank_failure import RankFailure
+from megatron_lossagg.testing.ranks.rank_pool import RankPool
 from megatron_lossagg.testing.reference import reference_gradient, reference_loss, reference_run
 from megatron_lossagg.testing.run import RunResult, StepContext, StepPlan, run_global_batch
 from megatron_lossagg.testing.sum_loss_plan import SumLossPlan

@@ -1,11 +1,13 @@
 """What a loss and its gradient should be: one process, the whole batch, plain loops and autograd.
 
-Shares no code with the plugin, so that the two can be compared.
+Shares no code with the plugin, so that the two can be compared: a mode is a name whose definition
+is spelled out here, or a function that the caller hands over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +23,29 @@ from megatron_lossagg.testing.ranks.parallel import current_device, initialize_m
 TokenLossFn = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class BatchCounts:
+    """What the weights of a mode of one's own may depend on, besides the sequence's n_s.
+
+    Attributes:
+        num_tokens: T.
+        num_seqs: B, by `sequence_count`; at least 1.
+        num_valid_seqs: sequences with a token that counts.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_valid_seqs: int
+
+
+# (n_s, at least 1; counts) -> the weight of each token of the sequence.
+SequenceWeight = Callable[[int, BatchCounts], float]
+
+
 def reference_loss(
     losses: torch.Tensor,
     loss_mask: torch.Tensor,
-    loss_agg_mode: str,
+    loss_agg_mode: str | SequenceWeight,
     *,
     loss_scale_factor: float | None = None,
     norm_semantics: str = "sum",
@@ -42,12 +63,13 @@ def reference_loss(
     unit-mean-token-mean: mean over units of the mean over the unit's tokens.
     unit-mean-seq-mean-token-mean: mean over units of the mean over its sequences of token means.
     length-power-A: sum over sequences of (sum over tokens / n_s^A) / B.
-    Of a registered mode the definition is its function: it gives the weight of each sequence.
+    Any other mode is passed as its definition, a function: sum over sequences of
+    weight(n_s, counts) * (sum over tokens).
 
     Args:
         losses: [num_seqs, width], one value per token.
         loss_mask: [num_seqs, width], non-zero at tokens that count.
-        loss_agg_mode: one of the above.
+        loss_agg_mode: one of the above, or the function of a mode that is none of them.
         loss_scale_factor: L.
         norm_semantics: "sum" or "seq-mean".
         sequence_count: whether B and the units count those with a valid token ("valid") or all
@@ -58,6 +80,9 @@ def reference_loss(
 
     Returns:
         float64 scalar; exactly 0 if nothing counts.
+
+    Raises:
+        ValueError: a name that is none of the above, or a mode without the L it needs.
     """
     token_sums, token_counts, units = [], [], []
     for row in range(losses.shape[0]):
@@ -83,6 +108,10 @@ def reference_loss(
     everything = list(range(len(token_sums)))
     num_valid = sum(count > 0 for count in token_counts)
     num_seqs = max(1, num_valid if sequence_count == "valid" else len(token_sums))
+    if callable(loss_agg_mode):
+        counts = BatchCounts(sum(token_counts), num_seqs, num_valid)
+        of_sequences = zip(token_sums, token_counts, strict=True)
+        return _sum(loss_agg_mode(count, counts) * total for total, count in of_sequences if count)
     if loss_agg_mode == "token-mean":
         return token_mean(everything)
     if loss_agg_mode == "token-sum":
@@ -112,42 +141,17 @@ def reference_loss(
         exponent = float(loss_agg_mode.removeprefix("length-power-"))
         of_sequences = zip(token_sums, token_counts, strict=True)
         return _sum(total / count**exponent for total, count in of_sequences if count) / num_seqs
-    weight = _registered_weight(
-        loss_agg_mode, sum(token_counts), num_seqs, num_valid, loss_scale_factor, norm_semantics
+    raise ValueError(
+        f"reference_loss: unknown loss_agg_mode {loss_agg_mode!r}; for a mode of your own pass the "
+        "function (n_s, counts) -> weight that defines it"
     )
-    return _sum(weight(n) * total for n, total in zip(token_counts, token_sums, strict=True) if n)
-
-
-def _registered_weight(
-    loss_agg_mode: str,
-    num_tokens: int,
-    num_seqs: int,
-    num_valid: int,
-    loss_scale_factor: float | None,
-    norm_semantics: str,
-) -> Callable[[int], torch.Tensor]:
-    """n_s -> weight of a token, by the function that was registered: it defines the mode."""
-    from megatron_lossagg.modes import ModeInputs, get_mode, registered_names
-
-    if loss_agg_mode not in registered_names():
-        raise ValueError(f"reference_loss: unknown loss_agg_mode {loss_agg_mode!r}")
-    tokens, seqs, valid = torch.tensor(
-        [num_tokens, num_seqs, num_valid], dtype=torch.float64
-    ).unbind()
-    counts = ModeInputs(tokens, seqs, valid, loss_scale_factor, norm_semantics)
-    factor = get_mode(loss_agg_mode).sequence_factor
-
-    def weight(n_s: int) -> torch.Tensor:
-        return factor(torch.tensor([float(n_s)], dtype=torch.float64), counts).reshape(-1)[0]
-
-    return weight
 
 
 def reference_run(
     gpt: TinyGPT,
     batch: GlobalBatch,
     token_loss_fn: TokenLossFn,
-    loss_agg_mode: str,
+    loss_agg_mode: str | SequenceWeight,
     **mode_arguments: Any,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of the whole batch by plain autograd: no schedule, no DDP, no microbatches.

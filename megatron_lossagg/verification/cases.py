@@ -1,23 +1,13 @@
-"""Compare the plugin with a one-process reference: whole-model gradients and reported losses."""
+"""What is verified: cases of a layout, a regime and a way to plan, and what becomes of each."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_lossagg.testing.batch.global_batch import GlobalBatch, ragged_batch
-from megatron_lossagg.testing.batch.packed_batch import pack_batch
-from megatron_lossagg.testing.gradients import relative_error
 from megatron_lossagg.testing.layout.layout import Layout
-from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
-from megatron_lossagg.testing.ranks.rank_pool import RankPool
-from megatron_lossagg.testing.reference import reference_run
-from megatron_lossagg.testing.run import run_global_batch
-from megatron_lossagg.verification.aggregator_plan import AggregatorPlan, policy_gradient_losses
+from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
 
 # The defaults; R2 and R4 are what a host may force.
 REGIMES = ("R1", "R3")
@@ -102,9 +92,6 @@ class CaseResult:
         return all(mode.passes(self.case.regime) for mode in self.modes)
 
 
-# GlobalBatch.assignment -> (loss, gradients) of every mode.
-References = dict[Any, list[tuple[float, dict[str, Tensor]]]]
-
 DEFAULT_LAYOUTS = tuple(
     (Layout.parse(text), data)
     for text, data in (
@@ -159,103 +146,3 @@ def standard_batch(layout: Layout) -> GlobalBatch:
         num_microbatches=layout.num_microbatches,
         extra_fields=("advantages", "old_log_probs"),
     )
-
-
-def run_cases(
-    pool: RankPool,
-    cases: Sequence[Case],
-    modes: dict[str, AggregatorPlan] | None = None,
-    *,
-    fault: str | None = None,
-    gpt: TinyGPT | None = None,
-    references: References | None = None,
-) -> Iterator[CaseResult]:
-    """Run every mode of every case on the pool's ranks, yielding results as they come.
-
-    Args:
-        pool: at least as many ranks as the largest layout.
-        cases: what to run.
-        modes: label -> plan; `planning`, `data`, `returns` and `cp_gradient` come from the case.
-        fault: a fault to plant in the plugin (see `faults`); its own checks are then left out, so
-            that the comparison alone must find it.
-        gpt: the model.
-        references: what the reference gave in an earlier call with these modes and this model, and
-            where this call adds its own; reading one costs less than regrouping the ranks.
-    """
-    modes = DEFAULT_MODES if modes is None else modes
-    gpt = TinyGPT() if gpt is None else gpt
-    references = {} if references is None else references
-    for case in cases:
-        batch = standard_batch(case.layout)
-        if batch.assignment not in references:
-            [references[batch.assignment]] = pool.run(
-                references_on_rank, gpt, batch, list(modes.values()), world_size=1
-            )
-        plans = [
-            replace(
-                plan,
-                planning=case.planning,
-                data=case.data,
-                cp_gradient=case.cp_gradient,
-                returns=ALL_REGIMES[case.regime][1],
-                fault=fault,
-                validate=fault is None,
-            )
-            for plan in modes.values()
-        ]
-        on_ranks = pool.run(
-            case_on_rank, gpt, batch, case, plans, world_size=case.layout.world_size
-        )
-        results = []
-        for index, label in enumerate(modes):
-            loss, gradients = references[batch.assignment][index]
-            reported = [r[index][1]["loss"] for r in on_ranks if "loss" in r[index][1]]
-            results.append(
-                ModeResult(
-                    label,
-                    relative_error(on_ranks[0][index][0], gradients),
-                    max(_scalar_error(value, loss) for value in reported),
-                )
-            )
-        yield CaseResult(case, tuple(results))
-
-
-def case_on_rank(
-    gpt: TinyGPT, batch: GlobalBatch, case: Case, plans: Sequence[AggregatorPlan]
-) -> list[tuple[dict[str, Tensor] | None, dict[str, float]]]:
-    """On each rank: (whole-model gradient on rank 0, report) of every plan. Communicates."""
-    data = batch if case.form == "rows" else pack_batch(batch, case.layout, case.form)
-    per_token = ALL_REGIMES[case.regime][0]
-    results = []
-    for plan in plans:
-        run = run_global_batch(data, case.layout, plan, gpt=gpt, calculate_per_token_loss=per_token)
-        results.append((run.gradients, run.report))
-    return results
-
-
-def references_on_rank(
-    gpt: TinyGPT,
-    batch: GlobalBatch,
-    plans: Sequence[AggregatorPlan],
-    token_losses: Callable[[Tensor, dict[str, Tensor]], Tensor] = policy_gradient_losses,
-) -> list[tuple[float, dict[str, Tensor]]]:
-    """Loss and gradient of every plan's mode by plain autograd on the whole batch."""
-    return [
-        reference_run(
-            gpt,
-            batch,
-            token_losses,
-            plan.loss_agg_mode,
-            loss_scale_factor=plan.loss_scale_factor,
-            norm_semantics=plan.norm_semantics,
-            sequence_count=plan.sequence_count,
-        )
-        for plan in plans
-    ]
-
-
-def _scalar_error(got: float, expected: float) -> float:
-    error = abs(got - expected)
-    if math.isnan(error):
-        return math.inf
-    return error / abs(expected) if expected else error

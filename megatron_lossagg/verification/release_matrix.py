@@ -12,19 +12,20 @@ from dataclasses import dataclass
 
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.testing.layout.layout import Layout
-from megatron_lossagg.testing.ranks.rank_pool import RankFailure, RankPool
+from megatron_lossagg.testing.ranks.rank_failure import RankFailure
+from megatron_lossagg.testing.ranks.rank_pool import RankPool
 from megatron_lossagg.testing.ranks.releases import find_release, release_pool
 from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
+from megatron_lossagg.verification.case_runs import run_cases
 from megatron_lossagg.verification.cases import (
     ALL_REGIMES,
     GRADIENT_BOUNDS,
     LOSS_BOUND,
     Case,
     CaseResult,
-    References,
     default_cases,
-    run_cases,
 )
+from megatron_lossagg.verification.references import References
 
 MATRIX_LAYOUTS = tuple(
     (Layout.parse(text), "all") for text in ("C=2 D=2 M=2", "PP=2 D=2 M=2", "PP=2 VPP=2 M=4")

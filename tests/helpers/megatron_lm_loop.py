@@ -64,7 +64,9 @@ class Host:
 
     gpt = GPT
 
-    def __init__(self, layout, per_token, gpt=GPT, is_rerun=False, **aggregator_arguments):
+    def __init__(
+        self, layout, per_token, gpt=GPT, is_rerun=False, config_of=None, **aggregator_arguments
+    ):
         from megatron.core import rerun_state_machine as rerun
 
         modes = rerun.RerunMode
@@ -76,10 +78,11 @@ class Host:
         self.layout = layout
         self.chunks = build_model_chunks(gpt, layout, calculate_per_token_loss=per_token)
         self.num_optimizer_steps = 0
+        config = unwrap(self.chunks[0]).config
         arguments = {
             "loss_fn": policy_losses,
             "loss_agg_mode": MODE,
-            "model_config": unwrap(self.chunks[0]).config,
+            "model_config": config if config_of is None else config_of(config),
             "weights_key": "loss_mask",
             "weight_dtype": torch.float64,
             **aggregator_arguments,

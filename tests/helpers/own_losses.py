@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_lossagg import LossAggregator, slice_for_cp
+from megatron_lossagg import LossAggregator, LossTerm, slice_for_cp
 from megatron_lossagg.testing.run import StepPlan, run_global_batch
 from megatron_lossagg.weights.marks import valid_tokens
 from megatron_lossagg_plugin.megatron_lm import make_forward_step
@@ -71,7 +71,8 @@ class ByHand:
 class WithPlugin:
     """`LossAggregator`, with all its checks; `factor` multiplies the token losses.
 
-    `planning` is "begin_step", "wrap", or "adapter" for the Megatron-LM adapter.
+    `planning` is "begin_step", "wrap", or "adapter" for the Megatron-LM adapter. With a `mask_key`
+    the objective is a term with that mask.
     """
 
     token_losses: Callable[..., torch.Tensor]
@@ -81,17 +82,26 @@ class WithPlugin:
     planning: str = "begin_step"
     returns: str = "auto"
     grad_scale: float | None = None
+    mask_key: str | None = None
+
+    def objective(self):
+        def loss_fn(output, batch):
+            return self.factor * self.token_losses(output, batch)
+
+        options = dict(self.options)
+        if self.mask_key is None:
+            return {"loss_fn": loss_fn, "loss_agg_mode": self.loss_agg_mode, **options}
+        term = LossTerm("term", loss_fn, self.loss_agg_mode, mask_key=self.mask_key, **options)
+        return {"terms": [term]}
 
     def __call__(self, context):
         set_grad_scale(context, self.grad_scale)
         aggregator = LossAggregator(
-            lambda output, batch: self.factor * self.token_losses(output, batch),
-            loss_agg_mode=self.loss_agg_mode,
             model_config=context.model_config,
             returns=self.returns,
             weights_key="loss_weights" if self.planning == "begin_step" else "loss_mask",
             weight_dtype=torch.float64,
-            **dict(self.options),
+            **self.objective(),
         )
         num_microbatches = context.layout.num_microbatches
         data = [iter(context.microbatches) for _ in context.chunks]
@@ -103,19 +113,18 @@ class WithPlugin:
             )
             return StepPlan(forward_step, data if len(data) > 1 else data[0], num_microbatches)
         if self.planning == "wrap":
-            loss_func, finish = aggregator.loss_func, None
+            step = aggregator
             data = aggregator.wrap(data, num_microbatches=num_microbatches)
         else:
             units = num_units(context) if self.loss_agg_mode.startswith("unit") else None
             step = aggregator.begin_step(context.microbatches, num_units=units)
             data = step.data_iterator(len(context.chunks))
-            loss_func, finish = step.loss_func, partial(checked_report, step)
 
         def forward_step(data_iterator, model):
             batch = slice_for_cp(next(data_iterator))
-            return call_model(model, batch), partial(loss_func, batch)
+            return call_model(model, batch), partial(step.loss_func, batch)
 
-        return StepPlan(forward_step, data, num_microbatches, finish)
+        return StepPlan(forward_step, data, num_microbatches, partial(checked_report, step))
 
 
 def deferred(token_losses):

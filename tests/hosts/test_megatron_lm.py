@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 
 import pytest
@@ -103,15 +104,15 @@ def test_a_replayed_step_is_the_same_step(rank_pool, per_token):
         assert checked[0:2] == checked[2:4] and checked[4:6] == checked[6:8] and len(checked) == 8
 
 
-def _train_with_another_number(layout, per_token, planned, is_copy):
-    from copy import copy
+def _another_config(config):
+    """As core_transformer_config_from_args(args) gives a script: not the model's own object."""
+    other = copy(config)
+    other.finalize_model_grads_func = None
+    return other
 
-    host = Host(layout, per_token)
-    if is_copy:
-        # As core_transformer_config_from_args(args) gives a script: not the model's own object.
-        config = copy(host.aggregator.model_config)
-        config.finalize_model_grads_func = None
-        object.__setattr__(host.aggregator._settings, "model_config", config)
+
+def _train_with_another_number(layout, per_token, planned, is_copy):
+    host = Host(layout, per_token, config_of=_another_config if is_copy else None)
     forward_step = make_forward_step(
         host.aggregator, get_batch, call_model=call_model, num_microbatches=planned
     )

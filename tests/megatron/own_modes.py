@@ -20,7 +20,7 @@ def sqrt_length_objective(losses, mask):
 
 def steps_on_rank(gpt, batch, case, plans):
     """As `case_on_rank`; importing this module registers the mode on the rank."""
-    from megatron_lossagg.verification.cases import case_on_rank
+    from megatron_lossagg.verification.case_runs import case_on_rank
 
     return case_on_rank(gpt, batch, case, plans)
 

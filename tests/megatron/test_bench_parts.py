@@ -149,6 +149,12 @@ _MASK = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]])
             {"unit_ids": torch.tensor([0, 1, 0])},
             (5 / 2 + 448 / 3) / 2,
         ),
+        (lambda n_s, c: n_s / c.num_seqs + c.num_tokens, {}, 5 * (2 / 2 + 5) + 448 * (3 / 2 + 5)),
+        (
+            lambda n_s, c: c.num_valid_seqs / c.num_seqs,
+            {"sequence_count": "nominal"},
+            453 * 2 / 3,
+        ),
     ],
 )
 def test_reference_loss_by_hand(mode, arguments, expected):

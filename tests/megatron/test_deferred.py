@@ -18,12 +18,8 @@ from megatron_lossagg import LossAggError, LossAggregator
 from megatron_lossagg.testing import RankFailure, TinyGPT
 from megatron_lossagg.testing.layout.layout import Layout
 from megatron_lossagg.testing.run import StepPlan, run_global_batch
-from megatron_lossagg.verification.cases import (
-    DEFAULT_MODES,
-    Case,
-    run_cases,
-    standard_batch,
-)
+from megatron_lossagg.verification.case_runs import run_cases
+from megatron_lossagg.verification.cases import DEFAULT_MODES, Case, standard_batch
 
 LONG = pytest.mark.conformance
 MODES = {
@@ -77,6 +73,7 @@ class Streaming:
             model_config=context.model_config,
             weight_dtype=torch.float64,
             denominators="deferred",
+            report_counts=True,
             **dict(self.options),
         )
         losses_seen = []
@@ -95,13 +92,12 @@ class Streaming:
             return model(microbatch["loss_mask"]), partial(aggregator.loss_func, microbatch)
 
         def finish(store):
-            counts = aggregator._stream.active.plan.counts
             pairs = torch.stack([entry["loss"] for entry in store]).sum(dim=0)
             torch.distributed.all_reduce(pairs)
             return {
                 "asked_after": asked_after,
                 "loss": (pairs[0] / pairs[1]).item(),
-                "num_tokens": int(counts.num_tokens),
+                "num_tokens": aggregator.report(store)["num_tokens"],
             }
 
         return StepPlan(forward_step, data, len(context.microbatches), finish)

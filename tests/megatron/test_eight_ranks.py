@@ -6,7 +6,8 @@ import pytest
 from test_public_reports import assert_fixture_f
 
 from megatron_lossagg.testing import Layout, RankPool
-from megatron_lossagg.verification.cases import ALL_REGIMES, Case, run_cases
+from megatron_lossagg.verification.case_runs import run_cases
+from megatron_lossagg.verification.cases import ALL_REGIMES, Case
 
 pytestmark = pytest.mark.conformance
 LAYOUT = "PP=2 C=2 D=2 M=2"

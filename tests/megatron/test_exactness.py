@@ -18,18 +18,17 @@ from megatron_lossagg.testing.gradients import relative_error
 from megatron_lossagg.testing.layout.layout import Layout
 from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
 from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
+from megatron_lossagg.verification.case_runs import case_on_rank, run_cases
 from megatron_lossagg.verification.cases import (
     ALL_REGIMES,
     DEFAULT_LAYOUTS,
     GRADIENT_BOUNDS,
     REGIMES,
     Case,
-    case_on_rank,
     default_cases,
-    references_on_rank,
-    run_cases,
     standard_batch,
 )
+from megatron_lossagg.verification.references import references_on_rank
 
 LONG = pytest.mark.conformance
 # Every layout, regime and way to plan, each with each other one; the rest is the long matrix.

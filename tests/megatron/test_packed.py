@@ -32,11 +32,11 @@ from megatron_lossagg.testing import (
 from megatron_lossagg.testing.batch.packed_batch import PACKED_FORMS
 from megatron_lossagg.testing.layout.token_positions import positions_of_ranks, sequence_of_token
 from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
+from megatron_lossagg.verification.case_runs import run_cases
 from megatron_lossagg.verification.cases import (
     DEFAULT_LAYOUTS,
     DEFAULT_MODES,
     Case,
-    run_cases,
     standard_batch,
 )
 from megatron_lossagg.verification.cp_conventions import CP_GRADIENTS

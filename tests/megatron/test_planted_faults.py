@@ -10,7 +10,8 @@ import pytest
 
 from megatron_lossagg.testing.layout.layout import Layout
 from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
-from megatron_lossagg.verification.cases import Case, run_cases
+from megatron_lossagg.verification.case_runs import run_cases
+from megatron_lossagg.verification.cases import Case
 from megatron_lossagg.verification.faults import fault_names
 
 # A layout in which the fault must show, and the modes that it must spoil.

@@ -19,7 +19,8 @@ from megatron_lossagg.testing import RankFailure, RankPool
 from megatron_lossagg.testing.layout.layout import Layout
 from megatron_lossagg.testing.model.parameter_names import unwrap
 from megatron_lossagg.testing.ranks.releases import RELEASES, imported_release, release_pool
-from megatron_lossagg.verification.cases import ALL_REGIMES, Case, References
+from megatron_lossagg.verification.cases import ALL_REGIMES, Case
+from megatron_lossagg.verification.references import References
 from megatron_lossagg.verification.release_matrix import (
     MATRIX_LAYOUTS,
     is_refused,

@@ -8,25 +8,23 @@ by hand.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from objectives import LAYOUTS, PLANNINGS, assert_planned, batch_f, one_term, own_mode
-from own_losses import ByHand, call_model, norm, run_plans
+from own_losses import ByHand, WithPlugin, norm, run_plans
 from prescribed import prescribed_losses
 from test_moe import SAME, moe_gpt
 from test_mtp import GPT as MTP_GPT
 from test_mtp import model_losses
 
-from megatron_lossagg import LossAggregator, LossTerm, slice_for_cp
+from megatron_lossagg import LossAggregator
 from megatron_lossagg.testing import Layout, RankFailure
 from megatron_lossagg.testing.gradients import relative_error
-from megatron_lossagg.testing.run import StepPlan
 from megatron_lossagg.verification.aggregator_plan import policy_gradient_losses
 from megatron_lossagg.verification.cases import standard_batch
-from megatron_lossagg_plugin.megatron_lm import make_forward_step
 
 BOTH_REGIMES = pytest.mark.parametrize("per_token", [False, True], ids=["R1", "R3"])
 ALL_PLANNINGS = pytest.mark.parametrize("planning", PLANNINGS)
@@ -109,56 +107,6 @@ def test_rows_that_only_pad_the_batch(rank_pool, planning, per_token):
     assert_planned(rank_pool, batch, "D=2 M=2", with_sample_mask, planning, per_token, 1.0)
 
 
-@dataclass(frozen=True)
-class OtherObjective:
-    """A step whose main loss is 0, of one term with a mode and a mask; as `WithPlugin`."""
-
-    token_losses: object
-    mode: str
-    mask_key: str
-    planning: str = "begin_step"
-
-    def __call__(self, context):
-        terms = [
-            LossTerm(
-                "term",
-                lambda output, batch: 0 * self.token_losses(output, batch),
-                own_mode(self.mode) if self.mode == "drop-long" else self.mode,
-                mask_key=self.mask_key,
-            )
-        ]
-        aggregator = LossAggregator(
-            terms=terms,
-            model_config=context.model_config,
-            weights_key="loss_weights" if self.planning == "begin_step" else "loss_mask",
-            weight_dtype=torch.float64,
-        )
-        number = context.layout.num_microbatches
-        data = [iter(context.microbatches) for _ in context.chunks]
-        if self.planning == "adapter":
-            forward_step = make_forward_step(
-                aggregator,
-                lambda data_iterator: slice_for_cp(next(data_iterator)),
-                num_microbatches=number,
-            )
-            return StepPlan(forward_step, data if len(data) > 1 else data[0], number)
-        if self.planning == "begin_step":
-            step = aggregator.begin_step(context.microbatches)
-            data = step.data_iterator(len(context.chunks))
-        else:
-            step, data = aggregator, aggregator.wrap(data, num_microbatches=number)
-
-        def forward_step(data_iterator, model):
-            batch = slice_for_cp(next(data_iterator))
-            return call_model(model, batch), partial(step.loss_func, batch)
-
-        def finish(store):
-            step.validate()
-            return step.report(store)["loss"]
-
-        return StepPlan(forward_step, data, number, finish)
-
-
 OBJECTIVES = [
     (mode, mask_key, planning)
     for mode, mask_key in (
@@ -168,6 +116,19 @@ OBJECTIVES = [
     )
     for planning in ("begin_step", "wrap", "adapter")
 ]
+
+
+def other_objectives(token_losses):
+    return [
+        WithPlugin(token_losses, mode, mask_key=mask_key, planning=planning)
+        for mode, mask_key, planning in OBJECTIVES
+    ]
+
+
+def run_with_own_mode(*arguments):
+    """As `run_plans`, on ranks that know "drop-long"."""
+    own_mode("drop-long")
+    return run_plans(*arguments)
 
 
 def batch_with_pairs(layout, *, has_tokens):
@@ -186,12 +147,12 @@ def batch_with_pairs(layout, *, has_tokens):
 @pytest.mark.parametrize("layout", ["EP=2 D=2 M=2", "EP=2 C=2 M=2"])
 def test_auxiliary_losses_of_moe(rank_pool, layout, regime, has_tokens):
     """Megatron-LM#3768: the gradient of a `loss_func` by hand with the same `loss_mask`."""
-    plans = [OtherObjective(policy_gradient_losses, *objective) for objective in OBJECTIVES]
+    plans = other_objectives(policy_gradient_losses)
     plans = [plan for plan in plans if plan.planning != "adapter"]
     batch = batch_with_pairs(layout, has_tokens=has_tokens)
     parsed = Layout.parse(layout)
     [(expected, _), *results] = rank_pool.run(
-        run_plans,
+        run_with_own_mode,
         batch,
         parsed,
         moe_gpt(),
@@ -208,11 +169,11 @@ def test_auxiliary_losses_of_moe(rank_pool, layout, regime, has_tokens):
 @pytest.mark.parametrize("layout", ["D=2 M=2", "C=2 M=2"])
 def test_multi_token_prediction(rank_pool, layout, has_tokens):
     """Its loss is over the valid tokens of `loss_mask`, also where weights or pairs displace it."""
-    plans = [OtherObjective(model_losses, *objective) for objective in OBJECTIVES]
+    plans = other_objectives(model_losses)
     batch = batch_with_pairs(layout, has_tokens=has_tokens)
     parsed = Layout.parse(layout)
     [(expected, _), *results] = rank_pool.run(
-        run_plans,
+        run_with_own_mode,
         batch,
         parsed,
         MTP_GPT,

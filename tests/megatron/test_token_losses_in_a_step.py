@@ -15,13 +15,9 @@ from megatron_lossagg.testing.layout.layout import Layout
 from megatron_lossagg.testing.model.model_chunks import token_log_probs
 from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
 from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
-from megatron_lossagg.verification.cases import (
-    GRADIENT_BOUNDS,
-    Case,
-    case_on_rank,
-    references_on_rank,
-    standard_batch,
-)
+from megatron_lossagg.verification.case_runs import case_on_rank
+from megatron_lossagg.verification.cases import GRADIENT_BOUNDS, Case, standard_batch
+from megatron_lossagg.verification.references import references_on_rank
 
 
 def plugin_losses(logits, microbatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_lossagg import (
     ParallelGroups,
     slice_for_cp,
 )
+from megatron_lossagg.step.step import Step
 from megatron_lossagg.testing import RankFailure
 from megatron_lossagg.testing.gradients import whole_model_gradient
 from megatron_lossagg.testing.layout.layout import Layout
@@ -279,14 +281,13 @@ def _finalize_hook():
     step = SimpleNamespace(
         loss_func=aggregator.loss_func, data_iterator=lambda n: [data] * n, num_microbatches=4
     )
-    checks, validate = [], aggregator._stream.validate
-    aggregator._stream.validate = lambda *args: (checks.append(args), validate(*args))
-    for _ in range(2):
-        _run_schedule(chunks, step)
+    with mock.patch.object(Step, "validate", autospec=True, side_effect=Step.validate) as validate:
+        for _ in range(2):
+            _run_schedule(chunks, step)
     hook = config.finalize_model_grads_func
     return {
         "installed_before": before,
-        "num_checks": len(checks),
+        "num_checks": validate.call_count,
         "waiting": hook.participants,
         "same_after_deepcopy": copy.deepcopy(hook) is hook,
     }

@@ -22,13 +22,9 @@ from megatron_lossagg.testing.ranks.parallel import (
     initialize_model_parallel,
 )
 from megatron_lossagg.verification.aggregator_plan import AggregatorPlan
-from megatron_lossagg.verification.cases import (
-    GRADIENT_BOUNDS,
-    Case,
-    case_on_rank,
-    references_on_rank,
-    standard_batch,
-)
+from megatron_lossagg.verification.case_runs import case_on_rank
+from megatron_lossagg.verification.cases import GRADIENT_BOUNDS, Case, standard_batch
+from megatron_lossagg.verification.references import references_on_rank
 
 VOCAB = 22
 SHAPES = {"rows": (3, 7), "packed": (1, 21)}

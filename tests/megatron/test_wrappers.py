@@ -12,7 +12,8 @@ from megatron_lossagg.testing.layout.layout import Layout
 from megatron_lossagg.testing.model.model_chunks import set_config_hooks
 from megatron_lossagg.testing.model.tiny_gpt import TinyGPT, transformer_config
 from megatron_lossagg.testing.ranks.parallel import initialize_model_parallel
-from megatron_lossagg.verification.cases import Case, run_cases
+from megatron_lossagg.verification.case_runs import run_cases
+from megatron_lossagg.verification.cases import Case
 
 LONG = pytest.mark.conformance
 FSDP2, MEGATRON_FSDP = "TorchFullyShardedDataParallel", "FullyShardedDataParallel"

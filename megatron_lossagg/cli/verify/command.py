@@ -16,11 +16,8 @@ from megatron_lossagg.cli.verify.releases_table import verify_releases
 from megatron_lossagg.cli.verify.table import Outcome, as_json, print_table, with_progress
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.testing.ranks.rank_pool import RankPool
-from megatron_lossagg.verification.cases import (
-    DEFAULT_LAYOUTS,
-    CaseResult,
-    run_cases,
-)
+from megatron_lossagg.verification.case_runs import run_cases
+from megatron_lossagg.verification.cases import DEFAULT_LAYOUTS, CaseResult
 from megatron_lossagg.verification.faults import fault_names
 
 Fault = Enum("Fault", {name: name for name in fault_names()}, type=str)  # type: ignore[misc]

@@ -5,7 +5,8 @@ Megatron-Core allocates with ``device="cuda"`` and calls ``torch.cuda.current_de
 touching a Megatron file, in two layers:
 
 * a ``TorchFunctionMode`` that rewrites ``device=``, ``.cuda()``, ``.to("cuda")`` and pinned memory;
-* stand-ins in ``torch.cuda`` for the calls that would raise without a driver.
+* stand-ins in ``torch.cuda`` for the calls that would raise without a driver
+  (``cuda_stand_ins``).
 
 Facts stay facts: ``torch.cuda.is_available()`` is still False, ``torch.cuda.device_count()`` still
 0 and ``Tensor.is_cuda`` still False. The one exception is ``Tensor.type()``, which answers with the
@@ -20,17 +21,15 @@ makes with ``device="cuda"`` are not covered.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.testing.ranks.cuda_stand_ins import cuda_stand_ins
 
 _logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -138,106 +137,12 @@ class _CudaLandsOnCpu(TorchFunctionMode):
         return func(*args, **kwargs) if special is None else special(func, args, kwargs)
 
 
-class _Stream:
-    """A stream on which everything has already happened: the CPU runs in program order."""
-
-    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        self.device, self.priority = _CPU, priority
-        self.cuda_stream = 0
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """All work is done."""
-        return True
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        """Record the time now."""
-        event = event or _Event()
-        event.record(self)
-        return event
-
-
-class _Event:
-    """An event that remembers when it was recorded, so that timers show CPU time."""
-
-    def __init__(self, enable_timing: bool = False, **kwargs: Any) -> None:
-        self._seconds = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        """Record the time now."""
-        self._seconds = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """All work is done."""
-        return True
-
-    def elapsed_time(self, end_event: _Event) -> float:
-        """Milliseconds between two recorded events."""
-        return (end_event._seconds - self._seconds) * 1e3
-
-
-class _device(contextlib.nullcontext):  # noqa: N801 - named as the class it stands in for
-    """`with torch.cuda.device(i):` without a device."""
-
-    def __init__(self, device: Any = None) -> None:
-        super().__init__(device)
-        self.idx = 0
-
-
-def _stand_ins() -> dict[str, Any]:
-    """What takes the place of a `torch.cuda` attribute: only what raises without a driver."""
-    the_stream = _Stream()
-    properties = SimpleNamespace(
-        name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=1, warp_size=32
-    )
-    return {
-        "Stream": _Stream,
-        "Event": _Event,
-        "device": _device,
-        "stream": lambda stream: contextlib.nullcontext(stream),
-        "current_stream": lambda device=None: the_stream,
-        "default_stream": lambda device=None: the_stream,
-        "set_stream": lambda stream: None,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "synchronize": lambda device=None: None,
-        "manual_seed": lambda seed: None,
-        "manual_seed_all": lambda seed: None,
-        "initial_seed": lambda: 0,
-        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": lambda new_state, device="cuda": None,
-        "is_current_stream_capturing": lambda: False,
-        "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (0, 0),
-        "get_device_name": lambda device=None: "cpu",
-        "mem_get_info": lambda device=None: (0, 0),
-        "reset_peak_memory_stats": lambda device=None: None,
-        "ipc_collect": lambda: None,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
-    }
-
-
 class _Shim:
     """The installed state: the mode, and what to put back."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []
-        stand_ins = _stand_ins()
+        stand_ins = cuda_stand_ins()
         for name, stand_in in stand_ins.items():
             self._replace(torch.cuda, name, stand_in)
         # Megatron calls these two through torch.cuda.random.

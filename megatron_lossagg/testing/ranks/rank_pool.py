@@ -13,7 +13,6 @@ stack of each).
 from __future__ import annotations
 
 import atexit
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -26,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.testing.ranks.rank_failure import RankFailure, failure_of_call, hang_of_call
 from megatron_lossagg.testing.ranks.rank_process import (
     RankProcess,
     current_stacks,
@@ -48,21 +48,6 @@ _NO_GUARD = (
     "Each rank imports the script that made the pool. Put what the script runs, the RankPool "
     'included, under `if __name__ == "__main__":`.'
 )
-
-
-class RankFailure(LossAggError):
-    """A rank raised, died or did not answer in time.
-
-    Attributes:
-        rank: the rank that failed first for a reason of its own.
-        failures: rank -> full traceback, or the stack at which a rank without answer was.
-    """
-
-    def __init__(self, message: str, rank: int = -1, failures: dict[int, str] | None = None):
-        """Keep the rank and the texts next to the message."""
-        super().__init__(message)
-        self.rank = rank
-        self.failures = failures or {}
 
 
 class RankPool:
@@ -285,8 +270,8 @@ class RankPool:
         else:
             self._needs_reset = True
         if errors:
-            raise _failure(name, len(ranks), errors, stacks)
-        raise _hang(name, limit_s, stacks, sorted(replies))
+            raise failure_of_call(name, len(ranks), errors, stacks)
+        raise hang_of_call(name, limit_s, stacks, sorted(replies))
 
     def _end_ranks(self, patience_s: float = 0.0) -> None:
         deadline = time.monotonic() + patience_s
@@ -294,35 +279,3 @@ class RankPool:
             rank.end(max(0.0, deadline - time.monotonic()))
         self._ranks = []
         self._is_ready = self._needs_reset = False
-
-
-def _failure(
-    name: str, world_size: int, errors: dict[int, RankError], stacks: dict[int, str]
-) -> RankFailure:
-    root = min(errors, key=lambda rank: (errors[rank].is_echo, errors[rank].seconds))
-    alike = [rank for rank in sorted(errors) if errors[rank].summary == errors[root].summary]
-    root = alike[0]
-    lines = [f"rank {root} of {world_size} failed in {name}: {errors[root].summary}"]
-    if len(alike) > 1:
-        lines.append(f"ranks {alike[1:]} failed alike")
-    for rank in sorted(errors.keys() - set(alike)):
-        lines.append(f"rank {rank} failed too: {(errors[rank].summary.splitlines() or [''])[0]}")
-    lines += [f"rank {rank} had not finished and was ended" for rank in sorted(stacks)]
-    lines.append(f"\n--- rank {root} ---\n{errors[root].trace}")
-    texts = {rank: error.trace for rank, error in errors.items()} | stacks
-    failure = RankFailure("\n".join(lines), root, texts)
-    if errors[root].pickled_exception:
-        with contextlib.suppress(Exception):
-            failure.__cause__ = pickle.loads(errors[root].pickled_exception)
-    return failure
-
-
-def _hang(name: str, limit_s: float, stacks: dict[int, str], finished: list[int]) -> RankFailure:
-    hung = sorted(stacks)
-    parts = [
-        f"{name} did not finish within {limit_s:g} s: ranks {hung} were still running, ranks "
-        f"{finished} had finished. All were ended. If the work is that long, pass timeout_s; else "
-        "look for a collective or a receive that not every rank enters:"
-    ]
-    parts += [f"--- rank {rank} was here ---\n{stacks[rank]}" for rank in hung]
-    return RankFailure("\n".join(parts), hung[0], stacks)

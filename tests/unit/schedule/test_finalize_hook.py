@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from one_process import (
 )
 
 from megatron_lossagg import LossAggError
+from megatron_lossagg.step.step import Step
 
 
 def finalize(*args, **kwargs):
@@ -64,14 +66,14 @@ def test_several_steps_in_one_run_of_the_per_token_path(as_keyword):
 
 def test_check_is_installed_once():
     """However many steps there were, finalize runs each check once: it costs a collective."""
-    config, calls = model_config(finalize_model_grads_func=finalize), []
+    config = model_config(finalize_model_grads_func=finalize)
     aggregator = make_aggregator(model_config=config)
-    aggregator._stream.validate = calls.append
     wrapped = aggregator.wrap(iter(ones(6)), num_microbatches=2)
     for _ in range(3):
         run_schedule(aggregator.loss_func, wrapped, 2)
-    config.finalize_model_grads_func([], None)
-    assert calls == [None]
+    with mock.patch.object(Step, "validate") as validate:
+        config.finalize_model_grads_func([], None)
+    validate.assert_called_once_with(None)
 
 
 def test_two_aggregators_on_one_config():
