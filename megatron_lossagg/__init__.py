@@ -15,10 +15,9 @@ from megatron_lossagg.modes import register_mode
 from megatron_lossagg.objective.terms import LossTerm
 from megatron_lossagg.schedule.contract import ScheduleContract
 from megatron_lossagg.schedule.cp_slicing import slice_for_cp
+from megatron_lossagg.version import __version__
 from megatron_lossagg.weights.marks import valid_tokens
 from megatron_lossagg.weights.token_weights import token_weights
-
-__version__ = "0.1.0"
 
 __all__ = [
     "GlobalCounts",
@@ -28,6 +27,7 @@ __all__ = [
     "LossTerm",
     "ParallelGroups",
     "ScheduleContract",
+    "__version__",
     "agg_loss",
     "count_global_batch",
     "log_probs_and_entropy_from_logits",

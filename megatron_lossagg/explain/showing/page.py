@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 from html import escape
 
-from megatron_lossagg import __version__
 from megatron_lossagg.explain.explanation import Explanation
 from megatron_lossagg.explain.showing.sentences import headline, notes, reading_help, singular
 from megatron_lossagg.explain.showing.tables import TextTable, tables
+from megatron_lossagg.version import __version__
 
 _STYLE = """
 :root { color-scheme: light; }
