@@ -34,15 +34,18 @@ verify:  ## check the loss on the installed Megatron-Core
 	$(SETUP) run
 	.venv/bin/megatron-lossagg verify $(ARGS)
 
-lint:  ## check style and format
+lint:  ## check style, format, docstrings and who imports whom
 	$(SETUP) dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	.venv/bin/pydoclint --quiet megatron_lossagg plugin
+	.venv/bin/lint-imports --no-logo
 
 types:  ## check types
 	$(SETUP) dev
 	$(PY) -m mypy
 
 clean:  ## remove .venv, .releases, build outputs and caches; keeps runs/
-	rm -rf .venv .releases build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .releases build dist *.egg-info .hypothesis  .grimp_cache .mypy_cache .pytest_cache \
+		.ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -43,7 +43,7 @@ setup(
         "examples": EXAMPLES,
         "tensorboard": TENSORBOARD,
         "test": [*EXAMPLES, *TENSORBOARD, "einops", "hypothesis>=6.100", "pytest>=8"],
-        "dev": ["mypy>=1.11", "ruff>=0.6", "types-PyYAML"],
+        "dev": ["import-linter>=2.15", "mypy>=1.11", "pydoclint>=0.6", "ruff>=0.6", "types-PyYAML"],
     },
     # The folder plugin/ is installed under a name that cannot clash with another project's.
     package_dir={"megatron_lossagg_plugin": "plugin"},
@@ -52,7 +52,7 @@ setup(
         "megatron_lossagg_plugin",
         *(f"megatron_lossagg_plugin.{name}" for name in find_packages("plugin")),
     ],
-    package_data={"megatron_lossagg": ["py.typed"]},
+    package_data={"megatron_lossagg": ["py.typed"], "megatron_lossagg_plugin": ["py.typed"]},
     entry_points={"console_scripts": ["megatron-lossagg = megatron_lossagg.cli:main"]},
     zip_safe=False,
     keywords=["megatron", "reinforcement-learning", "loss", "pipeline-parallel"],

@@ -75,7 +75,7 @@ def agg_loss(
     sequence's count, and masked values are selected away, not multiplied by zero.
     """
     if loss_agg_mode not in _MODES:
-        raise _refused(loss_agg_mode)
+        raise ValueError(_refusal(loss_agg_mode))
     check_norm_semantics(norm_semantics)
     check_plain_tensor(loss_mat, "loss_mat", "[bs, response_length]")
     check_plain_tensor(loss_mask, "loss_mask", "[bs, response_length]")
@@ -119,15 +119,13 @@ def agg_loss(
     return _times(dp_size, divided(total, global_batch_size, num_seqs) / width)
 
 
-def _refused(loss_agg_mode: Any) -> ValueError:
-    """A mode that verl does not have, or none."""
+def _refusal(loss_agg_mode: Any) -> str:
+    """Why a mode is not taken: verl does not have it, or nobody."""
     try:
         get_mode(loss_agg_mode)
     except ValueError:
-        return ValueError(
-            f"Unknown loss_agg_mode {loss_agg_mode!r}; expected one of {', '.join(_MODES)}."
-        )
-    return ValueError(
+        return f"Unknown loss_agg_mode {loss_agg_mode!r}; expected one of {', '.join(_MODES)}."
+    return (
         f"agg_loss cannot compute {loss_agg_mode!r}, only verl's {', '.join(_MODES)}; use "
         "LossAggregator or token_weights."
     )

@@ -57,6 +57,9 @@ class ParallelGroups:
             pg_collection: a `ProcessGroupCollection` with dp, cp, dp_cp, pp and tp; None reads
                 `megatron.core.parallel_state`.
 
+        Returns:
+            The groups of this rank.
+
         Raises:
             LossAggError: Megatron's model parallelism is not initialised, or a field is missing.
         """

@@ -11,12 +11,15 @@ _OF_SEQUENCES = ("[b]", "[num_seqs]", "[num_seqs + 1]")
 
 
 def check_plain_tensor(value: Any, name: str, shape: str) -> None:
-    """Raise TypeError unless `value` is a tensor that is not nested. Looks at no value.
+    """Refuse what is no tensor, or a nested one. Looks at no value.
 
     Args:
         value: what a caller passed.
         name: what it is called.
         shape: the shape that is expected, such as "[b, s]".
+
+    Raises:
+        TypeError: `value` is not a tensor, or is nested; the message says how to make a plain one.
     """
     if not isinstance(value, Tensor):
         of_tensors = (

@@ -38,6 +38,9 @@ def read_dataclass(cls: type[T], values: Any, where: str = "") -> T:
         values: its fields by name, as YAML gives them.
         where: the place of `values` in a larger mapping, such as "optimizer", for messages.
 
+    Returns:
+        An instance of `cls`; fields that are left out have their defaults.
+
     Raises:
         ValueError: no mapping; unknown or missing keys; or a value that cannot be read.
     """

@@ -23,6 +23,9 @@ def where_nonzero(values: Tensor, weights: Tensor) -> Tensor:
     Args:
         values: floating point.
         weights: of the same shape, dtype and device.
+
+    Returns:
+        A tensor like `values`.
     """
     if torch.compiler.is_compiling():  # fused with what surrounds it, in any form
         return torch.where(weights != 0, values, torch.zeros_like(values))
@@ -113,8 +116,16 @@ class _MaskedWeightedSum(torch.autograd.Function):
 def weights_of(microbatch: Mapping[str, Any], weights_key: str) -> Tensor:
     """The weights that a planned microbatch carries.
 
+    Args:
+        microbatch: the fields of a microbatch by name.
+        weights_key: the field of the weights.
+
+    Returns:
+        The tensor of weights, [b, s] or packed [1, t], floating point.
+
     Raises:
-        LossAggError: it carries none. TypeError: what it carries is not floating point.
+        LossAggError: it carries none.
+        TypeError: what it carries is not floating point.
     """
     weights = microbatch.get(weights_key) if isinstance(microbatch, Mapping) else None
     if weights is None:

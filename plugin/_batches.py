@@ -1,4 +1,7 @@
-"""What `get_batch` of a script returns, as a dict."""
+"""Megatron-LM: what `get_batch` of a script returns, as a dict.
+
+The script's function is called as it is, with the arguments that it takes; it is not patched.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The training and evaluation streams of a rank that computes the loss."""
+"""Megatron-LM: the training and evaluation streams of a rank that computes the loss.
+
+The data iterators that `forward_step` is given are wrapped; `train_step` and `evaluate`, which made
+them, are not patched.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +84,7 @@ class LossStreams:
 
 
 def training_num_microbatches() -> int:
+    """M of a training step, asked anew for each: `--rampup-batch-size` changes it."""
     module = "megatron.core.num_microbatches_calculator"
     return megatron(module, "get_num_microbatches")()
 

@@ -1,5 +1,6 @@
 """Megatron-LM: a `loss_func` and a `forward_step` for `pretrain(...)` or for a bare schedule.
 
+The hook is the host's own: the `forward_step_func` that `pretrain` and every schedule take.
 Replaces the two functions of the same names in `pretrain_gpt.py`; `get_batch` stays the script's:
 
     aggregator = LossAggregator(
@@ -17,9 +18,9 @@ host applies afterwards, and follows from its own files: the schedule and DDP (r
 
 Deliberately not done:
 
-* Megatron-LM is not patched. One thing is set: the first step makes `finalize_model_grads_func` of
-  the model's config also run `aggregator.validate`, so that a fault raises before the optimizer
-  steps.
+* Megatron-LM is not patched: no module, class or function of it is replaced. One thing is set: the
+  first step makes `finalize_model_grads_func` of the model's config also run `aggregator.validate`,
+  so that a fault raises before the optimizer steps.
 * The checks of `loss_func` in `pretrain_gpt.py` for NaN and spikes wait for the device. Pass them
   as `check_loss` if you want them.
 * Packed batches (`cu_seqlens`) need a `call_model` of yours, which knows your model's
@@ -46,6 +47,7 @@ from megatron_lossagg.weights.marks import valid_tokens
 from megatron_lossagg.weights.microbatch import NumMicrobatches
 
 from ._batches import Batch, named, with_vp_stage
+from ._empty_steps import skip_empty_steps
 from ._loss_streams import (
     LossStreams,
     Stream,
@@ -53,8 +55,7 @@ from ._loss_streams import (
     training_num_microbatches,
 )
 from ._megatron import megatron
-from .empty_steps import skip_empty_steps
-from .tp_broadcast import broadcast_batch
+from ._tp_broadcast import broadcast_batch
 
 __all__ = ["broadcast_batch", "make_forward_step", "make_loss_func", "skip_empty_steps"]
 
@@ -113,9 +114,8 @@ def _for_host(report: MicrobatchReport, name: str) -> MicrobatchReport:
     train_step looks at them afterwards. evaluate() of Megatron-LM has no such place. Under --sft it
     divides each microbatch's pair and averages, with denominators clamped to 1: make them 1.
     """
-    names = ["" if key == "loss" else key for key in report.names.values]
-    names = report.names._replace(values=tuple(key or name for key in names))
-    host_report = report.renamed(names)
+    values = tuple(name if key == "loss" else key for key in report.names.values)
+    host_report = report.renamed(report.names._replace(values=values))
     if torch.is_grad_enabled():
         host_report.add_extremes()
     else:

@@ -103,7 +103,7 @@ make_venv() {
 fingerprint() {
     {
         cat tools/venv.sh setup.py requirements/constraints.txt requirements/run.txt "requirements/$1.txt"
-        grep '^__version__' megatron_lossagg/__init__.py
+        grep '^__version__' megatron_lossagg/version.py
     } | cksum
 }
 

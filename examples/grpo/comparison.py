@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -57,7 +58,7 @@ def runs_of(config: GrpoConfig, num_seeds: int) -> list[Run]:
 
 def _in_mode(config: GrpoConfig, mode: str) -> GrpoConfig:
     is_norm = mode == "seq-mean-token-sum-norm"
-    options = {
+    options: dict[str, Any] = {
         "loss_agg_mode": mode,
         "loss_scale_factor": float(config.task.max_response_length) if is_norm else None,
         "norm_semantics": "seq-mean" if is_norm else "sum",

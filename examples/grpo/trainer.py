@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -60,7 +61,7 @@ class Trainer:
         # step's tokens and sequences over all replicas, and sends weights along in "loss_mask" (and
         # "loss_mask_1", ... if terms differ in their modes).
         terms = config.loss_terms
-        functions = {
+        functions: dict[str, Callable[..., Any]] = {
             POLICY: ppo_clip_term(config.algorithm.clip_low, config.algorithm.clip_high),
             KL: kl_term,
             ENTROPY: entropy_term,

@@ -82,6 +82,9 @@ class Explanation:
             loss_scale_factor: L; None takes the longest response.
             num_buckets: how many buckets of length, at least 1.
 
+        Returns:
+            The weights of every mode and the buckets they are shown in.
+
         Raises:
             ValueError: an unknown mode, an L that cannot divide, or no bucket.
         """

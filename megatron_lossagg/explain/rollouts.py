@@ -116,6 +116,13 @@ class RolloutsBuilder:
     def build(self, unit: str, fields: dict[str, str]) -> Rollouts:
         """All that was added.
 
+        Args:
+            unit: how tokens were counted, such as "tokens" or "bytes".
+            fields: which field of the file each kind was read from.
+
+        Returns:
+            The rollouts as one global batch.
+
         Raises:
             ValueError: there is no sequence, or none has a token.
         """

@@ -67,7 +67,8 @@ def log_probs_from_logits(
         exactly 0 at masked positions, with a gradient of exactly 0. Nothing is reduced over tokens.
 
     Raises:
-        TypeError, ValueError: what was passed does not fit together, or a valid token's label is
+        TypeError: an argument that is no plain tensor or number, or labels that are no integers.
+        ValueError: shapes that differ, an option out of range, or a valid token's label that is
             not in the vocabulary. On a GPU, where looking would be a host synchronisation, that
             token's log-probability is NaN instead.
         LossAggError: no `tp_group`, and Megatron's is not initialised.
@@ -100,13 +101,25 @@ def log_probs_and_entropy_from_logits(
     have exact gradients, which share one tensor [t, v]; two functions, called one after the other,
     would make two. Where no gradient reaches the entropy, it costs nothing in the backward pass.
 
-    Takes what `log_probs_from_logits` takes; there are always two float32 chunks.
+    There are always two float32 chunks.
+
+    Args:
+        logits: [b, s, vocab / TP], or packed [1, t, vocab / TP]; this and all else as
+            `log_probs_from_logits` takes it.
+        labels: int [b, s], already shifted.
+        loss_mask: [b, s], non-zero at valid tokens; None: all are.
+        tp_group: the ranks that hold the other parts of the vocabulary.
+        temperature: what the logits are divided by.
+        chunk_size: tokens in a chunk. Changes no result.
+        backward: "recompute", "keep-softmax" or "overwrite-logits".
 
     Returns:
         (log_probs, entropy), each [b, s] as `log_probs_from_logits` returns it, in nats.
 
     Raises:
-        TypeError, ValueError, LossAggError: as `log_probs_from_logits`.
+        TypeError: as `log_probs_from_logits`.
+        ValueError: as `log_probs_from_logits`.
+        LossAggError: no `tp_group`, and Megatron's is not initialised.
 
     Source: Shannon's entropy. As verl's `vocab_parallel_entropy`.
     """

@@ -124,8 +124,18 @@ class LogitsShard:
 def check_tokens(logits: Tensor, labels: Any, loss_mask: Any, vocab_size: int) -> Tensor | None:
     """The valid positions as bool [b, s], or None for all. Looks at values on the CPU only.
 
+    Args:
+        logits: [b, s, vocab / TP].
+        labels: int [b, s].
+        loss_mask: [b, s], non-zero at valid tokens; None: all are.
+        vocab_size: of the whole vocabulary.
+
+    Returns:
+        bool [b, s], or None.
+
     Raises:
-        TypeError, ValueError: as `log_probs_from_logits`.
+        TypeError: labels that are no integers, or an argument that is no plain tensor.
+        ValueError: another shape, or (on the CPU) a label outside the vocabulary.
     """
     named = {"labels": labels} if loss_mask is None else {"labels": labels, "loss_mask": loss_mask}
     for name, value in named.items():

@@ -48,7 +48,8 @@ def truncated_importance_weights(
         [b, s], at least float32, detached, 0 at masked positions.
 
     Raises:
-        TypeError, ValueError: shapes that differ, an unknown level, an option out of range.
+        TypeError: an argument that is no plain tensor.
+        ValueError: shapes that differ, an unknown level, an option out of range.
 
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training". As verl's `compute_rollout_correction_weights` (verl/trainer/ppo/

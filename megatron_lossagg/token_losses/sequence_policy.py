@@ -54,7 +54,8 @@ def gspo(
         [b, s], at least float32, 0 at masked positions; the losses are not reduced.
 
     Raises:
-        TypeError, ValueError: shapes that differ, an option out of range, ids without their number.
+        TypeError: an argument that is no plain tensor.
+        ValueError: shapes that differ, an option out of range, ids without their number.
 
     Source: Zheng et al. 2025, arXiv:2507.18071. As verl's `compute_policy_loss_gspo`, which clamps
     log s_t to at most 10. TRL's `importance_sampling_level="sequence"` is the paper's GSPO.
@@ -112,7 +113,8 @@ def gmpo(
         [b, s], at least float32, 0 at masked positions; the losses are not reduced.
 
     Raises:
-        TypeError, ValueError: shapes that differ, an option out of range, ids without their number.
+        TypeError: an argument that is no plain tensor.
+        ValueError: shapes that differ, an option out of range, ids without their number.
 
     Source: Zhao et al. 2025, arXiv:2507.20673 (bounds of +-0.4). As verl's
     `compute_policy_loss_geo_mean`, which takes the mean over all rows, fully masked ones included

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lossagg import groups
 from megatron_lossagg.counts.sequences import checked_boundaries, sequence_of_positions
+from megatron_lossagg.groups import all_reduce_sum as sum_in_place
 from megatron_lossagg.token_losses.masking import check_shape
 
 
@@ -37,7 +37,8 @@ def sequence_ids_of(
         int64 [1, length] on the device of `cu_seqlens`: 0..n-1, and -1 at padding.
 
     Raises:
-        TypeError, ValueError: no such boundaries (values are checked on the CPU only).
+        TypeError: boundaries that are no integers.
+        ValueError: no such boundaries (values are checked on the CPU only).
     """
     row = torch.empty((1, length), device=cu_seqlens.device)
     starts, lengths = checked_boundaries(cu_seqlens, cu_seqlens_padded, row)
@@ -103,7 +104,10 @@ class TokensOfSequences:
         `torch.use_deterministic_algorithms(True)` is on.
 
         Args:
-            values: k tensors [b, s] of one dtype, 0 at masked positions.
+            *values: k tensors [b, s] of one dtype, 0 at masked positions.
+
+        Returns:
+            [k, n] in their dtype, summed over `cp_group`.
         """
         stacked = torch.stack(values)
         if self.index is None:
@@ -120,6 +124,9 @@ class TokensOfSequences:
 
         Args:
             values: [b, s], 0 at masked positions.
+
+        Returns:
+            [n] in its dtype, over all tokens of `cp_group`.
         """
         total, count = self.sums(values, self.valid.to(values.dtype))
         return total / count.detach().clamp(min=1)
@@ -151,12 +158,12 @@ class _AllReduceSum(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
         ctx.group = group
         total = local.clone(memory_format=torch.contiguous_format)
-        groups.all_reduce_sum(total, group)
+        sum_in_place(total, group)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
-        groups.all_reduce_sum(grad, ctx.group)
+        sum_in_place(grad, ctx.group)
         return grad, None

@@ -97,6 +97,13 @@ class Fields:
     def choose(cls, available: Iterable[str], options: FieldOptions) -> Fields:
         """Take what the options name, else the first known name that is there.
 
+        Args:
+            available: the names of the file's fields.
+            options: the fields that the caller named.
+
+        Returns:
+            The field of each kind, None for a kind that the file lacks.
+
         Raises:
             ValueError: a named field is missing, or nothing says how long a response is.
         """

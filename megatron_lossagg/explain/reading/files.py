@@ -14,6 +14,13 @@ from megatron_lossagg.explain.rollouts import Rollouts, shown
 def read_rollouts(path: Path, options: FieldOptions) -> Rollouts:
     """Read rollouts from `.jsonl`, `.ndjson`, `.parquet` or `.npz`.
 
+    Args:
+        path: the file.
+        options: the fields that the caller named.
+
+    Returns:
+        The rollouts of the whole file.
+
     Raises:
         ValueError: the file cannot be read, is of another kind, lacks a field, is empty or holds a
             value that cannot be; the message begins with the path (and the line).

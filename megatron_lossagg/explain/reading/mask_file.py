@@ -16,6 +16,13 @@ def read_npz(path: Path, options: FieldOptions) -> Rollouts:
 
     Rewards and groups are optional; other names of these are found, or named by `options`.
 
+    Args:
+        path: the file.
+        options: the fields that the caller named.
+
+    Returns:
+        The rollouts of the whole file.
+
     Raises:
         ValueError: not such a file; the message begins with the path.
         ImportError: numpy is not installed.

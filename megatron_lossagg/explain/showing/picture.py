@@ -34,6 +34,12 @@ def draw(explanation: Explanation) -> bytes:
 def figure(explanation: Explanation) -> Any:
     """A matplotlib figure of two to four panels, by what the rollouts have.
 
+    Args:
+        explanation: what to draw.
+
+    Returns:
+        A `matplotlib.figure.Figure`, drawn and not yet saved.
+
     Raises:
         ImportError: matplotlib is not installed.
     """

@@ -1,4 +1,7 @@
-"""An optimizer that leaves a step without a token alone."""
+"""Megatron-LM: an optimizer that leaves a step without a token alone.
+
+The hook is the method `step` of the one optimizer that is passed; its class is not patched.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A batch for all tensor-parallel ranks, where rank 0 alone reads data."""
+"""Megatron-LM: a batch for all tensor-parallel ranks, where rank 0 alone reads data.
+
+Called by a script's own `get_batch`; that of Megatron-LM and its `broadcast_data` are not patched.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ def broadcast_batch(
         Receiving ranks wait for the shapes.
 
     Raises:
-        ValueError, TypeError: rank 0 has no batch, or a field that is not such a tensor.
+        ValueError: rank 0 has no batch.
+        TypeError: rank 0 has a field that is not such a tensor.
     """
     if tp_group is None:
         from megatron.core import parallel_state
