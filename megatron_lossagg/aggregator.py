@@ -56,7 +56,7 @@ class LossAggregator(HostSide):
         **options: those of `LossAggOptions`, which says what each does: loss_agg_mode (not with
             `terms`, which have their own), loss_scale_factor, norm_semantics, sequence_count,
             cp_gradient, returns, weights_key, weight_dtype, masks_are_cp_sliced, contract,
-            denominators, report_counts, compile.
+            denominators, checks, report_counts, compile.
 
     Raises:
         ValueError: an option has a value that does not exist, or L is missing or not above zero.
@@ -116,16 +116,10 @@ class LossAggregator(HostSide):
         if terms is None and prepare is not None:
             raise ValueError("prepare is for terms; without them do its work in loss_fn.")
         only: Any = loss_fn if terms is None else prepare
-        arguments = loss_agg_config.aggregator_arguments()
+        others = {"model_config": model_config, "groups": groups}
         with judged_already():
-            return cls(
-                only,
-                terms=terms,
-                metrics=metrics,
-                model_config=model_config,
-                groups=groups,
-                **arguments,
-            )
+            arguments = loss_agg_config.aggregator_arguments()
+            return cls(only, terms=terms, metrics=metrics, **others, **arguments)
 
     def begin_step(
         self,
@@ -253,25 +247,6 @@ class LossAggregator(HostSide):
         except Exception:
             self.abandon_step()
             raise
-
-    def abandon_step(self) -> None:
-        """Forget the wrapped step that an exception interrupted. Does not communicate.
-
-        Wrapped iterators then go on with a whole step, the one after it. It happens by itself when
-        `loss_func` raises, and when Megatron's own schedules are run again after any exception; a
-        loop of another kind that catches one and goes on calls it on every rank.
-        """
-        self._finalizer.leave()
-        self._stream.abandon()
-
-    def validate(self, num_tokens: Tensor | None = None) -> None:
-        """`Step.validate` of a wrapped step: one all-reduce over dp x cp on the last stage only.
-
-        The first step installs it in `model_config.finalize_model_grads_func`, which gives it the
-        `num_tokens` of the schedule; a loop without that hook calls it on every rank before the
-        optimizer steps.
-        """
-        self._stream.validate(num_tokens)
 
     def report(
         self,

@@ -16,6 +16,7 @@ from megatron_lossagg.weights.microbatch import check_weights_key
 from megatron_lossagg.weights.token_weights import WEIGHT_DTYPES, check_weight_dtype
 
 T = TypeVar("T")
+CHECKS = ("required", "skipped")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,10 @@ class LossAggOptions(ModeOptions):
     """"counted" counts the step before its first microbatch; "deferred" divides when gradients are
     finalized, for a `wrap`ped stream whose step is not complete when it begins."""
 
+    checks: str = "required"
+    """"required" runs the checks of `Step.validate` on every wrapped step when its gradients are
+    finalized; "skipped" runs none: for a comparison that must find the fault itself."""
+
     report_counts: bool = False
     """Whether reports tell num_tokens, num_seqs, response_length and masked_fraction."""
 
@@ -79,6 +84,10 @@ class LossAggOptions(ModeOptions):
             contract=self.contract,
             denominators=self.denominators,
         )
+        if self.checks not in CHECKS:
+            raise ValueError(
+                f"checks={self.checks!r} does not exist; expected one of {', '.join(CHECKS)}."
+            )
         check_weights_key(self.weights_key)
         check_flags(
             masks_are_cp_sliced=self.masks_are_cp_sliced,

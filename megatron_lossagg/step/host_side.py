@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import (
@@ -100,6 +101,25 @@ class HostSide:
         """
         objective = self._settings.objective
         return tuple(dict.fromkeys((self.weights_key, *objective.weights_keys(self.weights_key))))
+
+    def abandon_step(self) -> None:
+        """Forget the wrapped step that an exception interrupted. Does not communicate.
+
+        Wrapped iterators then go on with a whole step, the one after it. It happens by itself when
+        `loss_func` raises, and when Megatron's own schedules are run again after any exception; a
+        loop of another kind that catches one and goes on calls it on every rank.
+        """
+        self._finalizer.leave()
+        self._stream.abandon()
+
+    def validate(self, num_tokens: Tensor | None = None) -> None:
+        """`Step.validate` of a wrapped step: one all-reduce over dp x cp on the last stage only.
+
+        The first step installs it in `model_config.finalize_model_grads_func`, which gives it the
+        `num_tokens` of the schedule; a loop without that hook calls it on every rank before the
+        optimizer steps.
+        """
+        self._stream.validate(num_tokens)
 
     @property
     def is_empty(self) -> bool:

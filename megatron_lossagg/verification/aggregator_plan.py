@@ -82,10 +82,8 @@ class AggregatorPlan:
             denominators=self.denominators,
             weights_key="loss_mask" if self.planning == "wrap" else "loss_weights",
             weight_dtype=self.weight_dtype,
+            checks="required" if self.validate else "skipped",
         )
-        if not self.validate:
-            # The finalize hook of wrap() runs whatever `validate` is.
-            vars(aggregator._stream)["validate"] = _no_checks
         self._check_packed(context)
         is_end_stage = context.pp_rank in (0, context.layout.pp - 1)
         has_data = self.data == "all" or (context.tp_rank == 0 and is_end_stage)
@@ -140,10 +138,6 @@ class AggregatorPlan:
         return model_output(model, part), partial(
             loss_func, part if self.cp_gradient == "local" else batch
         )
-
-
-def _no_checks(*args: Any) -> None:
-    """Stands in for `validate`."""
 
 
 def _broadcast_over_tp(batch: dict[str, Tensor] | None) -> dict[str, Tensor]:

@@ -92,49 +92,6 @@ def test_no_valid_token_on_any_rank(rank_pool, mode, per_token):
         assert value == 0.0 and gradient_sum == 0.0 and is_empty
 
 
-def _differently_configured(options_of_ranks):
-    options = options_of_ranks[min(dist.get_rank(), 1)]
-    step = make_aggregator(**options).begin_step(make_microbatches([3, 2]))
-    run_microbatches(step)
-    return message_of(step.validate)
-
-
-NORM = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 4}
-
-
-@pytest.mark.parametrize(
-    ("first", "others"),
-    [
-        ({}, {"loss_agg_mode": "token-sum"}),
-        (NORM, NORM | {"loss_scale_factor": 5}),
-        (NORM, NORM | {"norm_semantics": "seq-mean"}),
-        ({}, {"sequence_count": "nominal"}),
-        ({}, {"cp_gradient": "gathered"}),
-        ({}, {"weight_dtype": torch.float32}),
-        ({}, {"per_token": True}),
-    ],
-)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_differently_configured_ranks_raise_everywhere(rank_pool, first, others, world_size):
-    """One odd rank: every rank raises in validate and says which arguments must agree."""
-    messages = rank_pool.run(
-        _differently_configured, [first, others], world_size=world_size, timeout_s=TIMEOUT_S
-    )
-    for message in messages:
-        assert message is not None and "ranks were configured differently" in message
-        assert "the same arguments on every rank" in message
-
-
-def test_equally_configured_ranks_do_not_raise(rank_pool):
-    """The same factor written as 4 and as 4.0 is one configuration."""
-    assert rank_pool.run(
-        _differently_configured,
-        [NORM, NORM | {"loss_scale_factor": 4.0}],
-        world_size=2,
-        timeout_s=TIMEOUT_S,
-    ) == [None, None]
-
-
 def _fault_on_rank_1(fault):
     step = make_aggregator().begin_step(make_microbatches([3, 2]))
     is_faulty = dist.get_rank() == 1

@@ -22,8 +22,9 @@ def data_parallel_groups() -> ParallelGroups:
 
 def make_aggregator(groups=None, **options) -> LossAggregator:
     per_token = options.pop("per_token", False)
+    loss_fn = None if "terms" in options else lambda output_tensor, microbatch: output_tensor
     return LossAggregator(
-        lambda output_tensor, microbatch: output_tensor,
+        options.pop("loss_fn", loss_fn),
         model_config=SimpleNamespace(calculate_per_token_loss=per_token),
         groups=data_parallel_groups() if groups is None else groups,
         **{"loss_agg_mode": "token-mean", "weight_dtype": torch.float64, **options},
@@ -84,7 +85,9 @@ class CollectiveCounter:
 
         def call(tensor, *args, **kwargs):
             self.calls.append(name)
-            self.tensors.append((tensor.dtype, tuple(tensor.shape), kwargs.get("async_op", False)))
+            if isinstance(tensor, torch.Tensor):
+                is_async = kwargs.get("async_op", False)
+                self.tensors.append((tensor.dtype, tuple(tensor.shape), is_async))
             return original(tensor, *args, **kwargs)
 
         return call

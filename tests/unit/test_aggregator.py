@@ -45,6 +45,7 @@ from megatron_lossagg.modes import mode_names
         ({"weights_key": ""}, ValueError, "weights_key='' cannot name .* 'loss_mask' or a name"),
         ({"weights_key": "unit_ids"}, ValueError, "weights_key='unit_ids' cannot name"),
         ({"weight_dtype": torch.float16}, TypeError, r"weight_dtype .*, got torch\.float16"),
+        ({"checks": "none"}, ValueError, "checks='none' does not exist; expected one of required"),
         ({"weight_dtype": 32}, TypeError, r"one of torch\.float32, .* got 32"),
         ({"weight_dtype": "float16"}, ValueError, "weight_dtype='float16' does not exist"),
         ({"mode": "token-mean"}, TypeError, "has no option mode; its options are loss_agg_mode, "),

@@ -16,6 +16,7 @@ from megatron_lossagg.config.options import LossAggOptions
 NON_DEFAULTS = {
     "contract": "measure",
     "denominators": "deferred",
+    "checks": "skipped",
     "report_counts": True,
     "compile": True,
     "masks_are_cp_sliced": True,
