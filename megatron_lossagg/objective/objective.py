@@ -155,13 +155,7 @@ class Objective:
 
     def coefficients(self, iteration: int | None) -> tuple[float, ...]:
         """c_k of every term."""
-        if not self.has_coefficient_schedules:
-            return self._constants
         return tuple(term.coefficient_at(iteration) for term in self.terms)
-
-    @cached_property
-    def _constants(self) -> tuple[float, ...]:
-        return tuple(term.coefficient_at(None) for term in self.terms)
 
 
 def _check_distinct(names: Sequence[str]) -> None:

@@ -12,8 +12,7 @@ from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.step.checks import check_pass
 from megatron_lossagg.step.context import StepContext
-from megatron_lossagg.step.final_reports import complete_reports
-from megatron_lossagg.step.microbatch_report import microbatch_report
+from megatron_lossagg.step.microbatch_report import complete_reports, microbatch_report
 from megatron_lossagg.step.returned_loss import (
     check_gradients_are_wanted,
     metric_denominators,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
@@ -49,6 +48,8 @@ class WeightOptions:
         masks_are_cp_sliced: masks are this context-parallel rank's part already.
         metrics: the metrics that are sums, which are divided by counts.
         keeps_mask: no term uses `loss_mask`: the field keeps the mask, and no weights.
+        mask_keys: the distinct masks of the terms.
+        masks_with_units: the masks whose units are counted, each with the option that needs it.
     """
 
     weightings: tuple[Weighting, ...]
@@ -57,15 +58,10 @@ class WeightOptions:
     masks_are_cp_sliced: bool = False
     metrics: tuple[Metric, ...] = ()
     keeps_mask: bool = False
+    mask_keys: tuple[str, ...] = field(init=False)
+    masks_with_units: dict[str, str] = field(init=False)
 
-    @cached_property
-    def mask_keys(self) -> tuple[str, ...]:
-        """The distinct masks of the terms."""
-        return distinct_masks(self.weightings)
-
-    @cached_property
-    def masks_with_units(self) -> dict[str, str]:
-        """The masks whose units are counted, each with the option that needs it."""
+    def __post_init__(self) -> None:
         of_modes = {
             w.mask_key: f"loss_agg_mode={w.spec.loss_agg_mode!r}"
             for w in self.weightings
@@ -76,7 +72,8 @@ class WeightOptions:
             for m in self.metrics
             if m.normaliser == "units"
         }
-        return of_metrics | of_modes
+        object.__setattr__(self, "mask_keys", distinct_masks(self.weightings))
+        object.__setattr__(self, "masks_with_units", of_metrics | of_modes)
 
 
 def masks_to_count(
