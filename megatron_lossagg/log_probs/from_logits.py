@@ -11,14 +11,19 @@ per token: one maximum and one packed sum, for all chunks together.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lossagg import groups
-from megatron_lossagg.log_probs.shard import LogitsShard, bits_to_keep, check_tokens, split_like
+from megatron_lossagg.log_probs.passes import (
+    empty_contiguous,
+    join_parts,
+    read_part,
+    write_gradient,
+)
+from megatron_lossagg.log_probs.shard import LogitsShard, check_tokens
 
 
 def log_probs_from_logits(
@@ -129,14 +134,36 @@ def log_probs_and_entropy_from_logits(
     return log_probs, entropy
 
 
-class _FromLogits(torch.autograd.Function):
-    """(log_probs,) or (log_probs, entropy) of [b, s].
+class _Saved(NamedTuple):
+    """What the backward pass needs; the formulas in `passes` tell what is what, [b * s] each.
 
-    Below, z = logits / temperature. Of this rank's part of the vocabulary: m = max z, p = softmax
-    of the part, so that sum exp(z - m) = 1 / max p, and mean = sum of p * (z - m). Of all of it:
-    M = max of m, share = sum exp(z - M) of the part over that of all, q = share * p, and entropy
-    H = log(sum exp(z - M)) - total, with total = sum over the ranks of share * (mean + m - M).
+    Attributes:
+        logits: [b, s, vocab / TP].
+        kept: the softmax p of the part, of that shape, or None: it is made again.
+        column: where in this part the label is, int64.
+        is_here: whether it is in this part, bool.
+        valid: bool [b, s], or None: all are.
+        part_max: m.
+        share: of `WholeVocabulary`, as are the others.
+        offset: m - M - total.
+        log_probs: not masked.
+        entropy: not masked, or None.
     """
+
+    logits: Tensor
+    kept: Tensor | None
+    column: Tensor
+    is_here: Tensor
+    valid: Tensor | None
+    part_max: Tensor
+    share: Tensor
+    offset: Tensor
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+class _FromLogits(torch.autograd.Function):
+    """(log_probs,) or (log_probs, entropy) of [b, s]."""
 
     @staticmethod
     def forward(
@@ -148,127 +175,78 @@ class _FromLogits(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, ...]:
         labels = labels.reshape(-1).long()
-        inside = (labels >= shard.first) & (labels < shard.end)
-        column = (labels - shard.first).where(inside, 0)
-        target = shard.per_token(logits.gather(-1, column.view(*logits.shape[:-1], 1)))
-        local_max, max_p, mean = target.new_empty((3, len(target)))
-        copy, other = shard.buffers(logits, with_entropy)
-        kept = None
-        if shard.backward == "keep-softmax" and logits.dtype == shard.dtype:
-            kept = _empty_contiguous(logits) if ctx.needs_input_grad[0] else None
-        chunks = shard.chunks(logits)
-        if kept is None:
-            softmax = shard.buffer(logits)
-            softmaxes = tuple(softmax[: len(chunk)] for chunk in chunks)
-        else:
-            softmaxes = split_like(kept.view(-1, logits.shape[-1]), chunks)
-        per_token = (split_like(x.unsqueeze(-1), chunks) for x in (local_max, max_p, mean))
-        for chunk, p, chunk_max, chunk_max_p, chunk_mean in zip(
-            chunks, softmaxes, *per_token, strict=True
-        ):
-            z = shard.scaled(chunk, copy)
-            torch.amax(z, dim=-1, keepdim=True, out=chunk_max)
-            torch.softmax(z, dim=-1, out=p)
-            torch.amax(p, dim=-1, keepdim=True, out=chunk_max_p)
-            if other is not None:
-                shifted = torch.sub(z, chunk_max, out=other[: len(z)])
-                # 0 * -inf counts 0. A NaN of the logits is in the maximum, too, and shows.
-                torch.nansum(shifted.mul_(p), dim=-1, keepdim=True, out=chunk_mean)
-        # A part of nothing but -inf has the softmax NaN; a sampler's mask does that to most parts.
-        is_empty = local_max == -torch.inf
-        global_max = local_max.clone()
-        groups.all_reduce_max(global_max, shard.group)
-        sum_exp = (local_max - global_max).exp() / max_p.masked_fill(is_empty, 1)
-        offset = (local_max - global_max).masked_fill(is_empty, 0)
-        summands = [target.masked_fill(~inside, 0), sum_exp]
-        if with_entropy:
-            summands.append(sum_exp * (mean + offset))
-        sums = torch.stack(summands)
-        groups.all_reduce_sum(sums, shard.group)
-        log_sum_exp = sums[1].log()
-        is_label = (labels >= 0) & (labels < shard.vocab_size)
-        log_probs = (sums[0] - global_max - log_sum_exp).masked_fill_(~is_label, torch.nan)
-        entropy = None
-        if with_entropy:
-            total = sums[2] / sums[1]
-            offset -= total
-            entropy = log_sum_exp - total
-        share = sum_exp / sums[1]
+        column, is_here = shard.find(labels)
+        label_logits = shard.per_token(logits.gather(-1, column.view(*logits.shape[:-1], 1)))
+        keeps = shard.backward == "keep-softmax" and logits.dtype == shard.dtype
+        kept = empty_contiguous(logits) if keeps and ctx.needs_input_grad[0] else None
+        part = read_part(logits, shard, kept, with_entropy=with_entropy)
+        label_logits.masked_fill_(~is_here, 0)
+        whole = join_parts(part, label_logits, labels, shard, with_entropy=with_entropy)
         ctx.save_for_backward(
-            logits, kept, column, inside, valid, is_empty, local_max, share, offset,
-            log_probs, entropy,
+            *_Saved(
+                logits, kept, column, is_here, valid, part.max, whole.share, whole.offset,
+                whole.log_probs, whole.entropy,
+            )
         )  # fmt: skip
         ctx.shard = shard
         ctx.set_materialize_grads(False)
-        results = [log_probs] if entropy is None else [log_probs, entropy]
-        masked = torch.zeros_like(inside) if valid is None else ~valid.reshape(-1)
-        return tuple(r.masked_fill(masked, 0).view(logits.shape[:-1]) for r in results)
+        results = [whole.log_probs] if whole.entropy is None else [whole.log_probs, whole.entropy]
+        masked = torch.zeros_like(is_here) if valid is None else ~valid.reshape(-1)
+        return tuple(result.masked_fill(masked, 0).view(logits.shape[:-1]) for result in results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (
-            logits, kept, column, inside, valid, is_empty, local_max, share, offset,
-            log_probs, entropy,
-        ) = ctx.saved_tensors  # fmt: skip
-        shard: LogitsShard = ctx.shard
+        saved, shard = _Saved(*ctx.saved_tensors), ctx.shard
         has_entropy = len(grads) == 2 and grads[1] is not None
-        grad_log_probs, grad_entropy = (
-            torch.zeros_like(share) if grad is None else grad.reshape(-1) / shard.temperature
+        of_log_probs, of_entropy = (
+            torch.zeros_like(saved.share) if grad is None else grad.reshape(-1) / shard.temperature
             for grad in (*grads, None)[:2]
         )
-        # d log q[label] / dz = [label] - q, and dH / dz = -q * (z - M - total).
-        of_p = -share * (grad_log_probs + grad_entropy * offset)
-        of_shifted = -share * grad_entropy
-        overwrites = shard.backward == "overwrite-logits"
-        chunks = shard.chunks(logits)
-        grad_logits, grad_chunks = logits.detach(), chunks
-        if not overwrites:
-            grad_logits = _empty_contiguous(logits) if kept is None else kept
-            grad_chunks = split_like(grad_logits.view(-1, logits.shape[-1]), chunks)
-        no_grad = is_empty if valid is None else is_empty | ~valid.reshape(-1)
-        copy, other = shard.buffers(logits, has_entropy)
-        # Straight into the gradient, if it has the dtype, and if it is not what is read.
-        softmax = None
-        if overwrites or logits.dtype != shard.dtype:
-            softmax = shard.buffer(logits)
-        selects = valid is not None or shard.vocab_size > logits.shape[-1]
-        per_token = (
-            split_like(x.unsqueeze(-1), chunks)
-            for x in (local_max, of_p, of_shifted, bits_to_keep(~no_grad, shard.dtype))
+        of_p = -saved.share * (of_log_probs + of_entropy * saved.offset)
+        of_shifted = -saved.share * of_entropy if has_entropy else None
+        grad_logits = write_gradient(
+            saved.logits,
+            saved.kept,
+            saved.part_max,
+            (of_p, of_shifted),
+            _tokens_with_gradient(saved, shard),
+            shard,
         )
-        for chunk, grad_chunk, chunk_max, factor_p, factor_shifted, bits in zip(
-            chunks, grad_chunks, *per_token, strict=True
-        ):
-            grad = grad_chunk if softmax is None else softmax[: len(chunk)]
-            if kept is None or has_entropy:
-                z = shard.scaled(chunk, copy)
-            if kept is None:
-                torch.softmax(z, dim=-1, out=grad)
-            if other is None:
-                grad.mul_(factor_p)
-            else:
-                # Finite, so that exp(-inf) * -inf is 0, as exp is below -1e4.
-                shifted = torch.sub(z, chunk_max, out=other[: len(z)]).clamp_(min=-1e4)
-                grad.mul_(shifted.mul_(factor_shifted).add_(factor_p))
-            if selects:
-                grad.view(bits.dtype).bitwise_and_(bits)
-            if softmax is not None:
-                grad_chunk.copy_(grad)
-        # At the label 1 - q, where q is near 1, wants expm1, and no rounding in between.
-        at_label = -grad_log_probs * log_probs.expm1()
-        if has_entropy:
-            finite = log_probs.clamp(min=torch.finfo(shard.dtype).min)
-            at_label -= grad_entropy * log_probs.exp() * (finite + entropy)
-        if valid is not None:
-            at_label.masked_fill_(~valid.reshape(-1), 0)
-        # Not by scatter_, which on the CPU makes a float32 copy of a bfloat16 tensor.
-        row, place = (torch.arange(size, device=logits.device) for size in logits.shape[:-1])
-        index = row[:, None], place, column.view(logits.shape[:-1])
-        at_label = at_label.where(inside, grad_logits[index].reshape(-1))
-        grad_logits[index] = at_label.view(logits.shape[:-1]).to(logits.dtype)
+        at_label = _gradient_at_label(saved, of_log_probs, of_entropy if has_entropy else None)
+        _write_at_labels(grad_logits, at_label, saved)
         return grad_logits, None, None, None, None
 
 
-def _empty_contiguous(logits: Tensor) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+def _tokens_with_gradient(saved: _Saved, shard: LogitsShard) -> Tensor | None:
+    """Bool [b * s], or None: all have one. A part of nothing but -inf has none, as its p is NaN."""
+    has_other_parts = shard.vocab_size > saved.logits.shape[-1]
+    if saved.valid is None and not has_other_parts:
+        return None
+    has_words = saved.part_max != -torch.inf
+    return has_words if saved.valid is None else has_words & saved.valid.reshape(-1)
+
+
+def _gradient_at_label(saved: _Saved, of_log_probs: Tensor, of_entropy: Tensor | None) -> Tensor:
+    """The gradient of each token's own label, [b * s].
+
+    1 - q, where q is near 1, wants expm1, and no rounding in between.
+    """
+    found = -of_log_probs * saved.log_probs.expm1()
+    if of_entropy is not None:
+        assert saved.entropy is not None
+        finite = saved.log_probs.clamp(min=torch.finfo(saved.log_probs.dtype).min)
+        found -= of_entropy * saved.log_probs.exp() * (finite + saved.entropy)
+    if saved.valid is not None:
+        found.masked_fill_(~saved.valid.reshape(-1), 0)
+    return found
+
+
+def _write_at_labels(grad_logits: Tensor, at_label: Tensor, saved: _Saved) -> None:
+    """In place, where this rank has the label."""
+    # Not by scatter_, which on the CPU makes a float32 copy of a bfloat16 tensor.
+    tokens = grad_logits.shape[:-1]
+    row, place = (torch.arange(size, device=grad_logits.device) for size in tokens)
+    index = row[:, None], place, saved.column.view(tokens)
+    values = at_label.where(saved.is_here, grad_logits[index].reshape(-1))
+    grad_logits[index] = values.view(tokens).to(grad_logits.dtype)

@@ -88,6 +88,11 @@ class LogitsShard:
             backward=backward,
         )
 
+    def find(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(where each label is in this part, int64; whether it is there at all, else that is 0)."""
+        is_here = (labels >= self.first) & (labels < self.end)
+        return (labels - self.first).where(is_here, 0), is_here
+
     def chunks(self, logits: Tensor) -> tuple[Tensor, ...]:
         """Views of the logits of all b * s tokens in their order, [n, vocab / TP] each."""
         # Rows that cannot be joined without a copy, such as logits[:, :-1], are read one by one.
