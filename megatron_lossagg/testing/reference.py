@@ -6,7 +6,7 @@ is spelled out here, or a function that the caller hands over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,63 +84,34 @@ def reference_loss(
     Raises:
         ValueError: a name that is none of the above, or a mode without the L it needs.
     """
-    token_sums, token_counts, units = [], [], []
-    for row in range(losses.shape[0]):
-        if sample_mask is not None and not bool(sample_mask[row]):
-            continue
-        token_sum, token_count = torch.zeros((), dtype=torch.float64), 0
-        for position in range(losses.shape[1]):
-            if bool(loss_mask[row, position]):
-                token_sum = token_sum + losses[row, position].double().cpu()
-                token_count += 1
-        token_sums.append(token_sum)
-        token_counts.append(token_count)
-        units.append(int(unit_ids[row]) if unit_ids is not None else 0)
-
-    def mean_over_sequences_of_token_means(rows: list[int]) -> torch.Tensor:
-        valid = [row for row in rows if token_counts[row] > 0]
-        return _sum(token_sums[row] / token_counts[row] for row in valid) / max(1, len(valid))
-
-    def token_mean(rows: list[int]) -> torch.Tensor:
-        num_tokens = sum(token_counts[row] for row in rows)
-        return _sum(token_sums[row] for row in rows) / max(1, num_tokens)
-
-    everything = list(range(len(token_sums)))
-    num_valid = sum(count > 0 for count in token_counts)
-    num_seqs = max(1, num_valid if sequence_count == "valid" else len(token_sums))
+    sequences = _sequences_that_count(losses, loss_mask, sample_mask, unit_ids)
+    valid = [sequence for sequence in sequences if sequence.num_tokens > 0]
+    num_seqs = max(1, len(valid if sequence_count == "valid" else sequences))
     if callable(loss_agg_mode):
-        counts = BatchCounts(sum(token_counts), num_seqs, num_valid)
-        of_sequences = zip(token_sums, token_counts, strict=True)
-        return _sum(loss_agg_mode(count, counts) * total for total, count in of_sequences if count)
+        counts = BatchCounts(sum(s.num_tokens for s in sequences), num_seqs, len(valid))
+        return _sum(loss_agg_mode(s.num_tokens, counts) * s.token_sum for s in valid)
     if loss_agg_mode == "token-mean":
-        return token_mean(everything)
+        return _token_mean(sequences)
     if loss_agg_mode == "token-sum":
-        return _sum(token_sums)
+        return _token_sum(sequences)
     if loss_agg_mode == "seq-mean-token-sum":
-        return _sum(token_sums) / num_seqs
+        return _token_sum(sequences) / num_seqs
     if loss_agg_mode == "seq-mean-token-mean":
-        return mean_over_sequences_of_token_means(everything) * num_valid / num_seqs
+        return _mean_of_token_means(sequences) * len(valid) / num_seqs
     if loss_agg_mode == "seq-mean-token-sum-norm":
         if loss_scale_factor is None:
             raise ValueError("reference_loss: seq-mean-token-sum-norm needs loss_scale_factor")
-        per_length = _sum(token_sums) / loss_scale_factor
+        per_length = _token_sum(sequences) / loss_scale_factor
         return per_length / num_seqs if norm_semantics == "seq-mean" else per_length
-    of_units = {
-        "unit-mean-token-sum": lambda rows: _sum(token_sums[row] for row in rows),
-        "unit-mean-token-mean": token_mean,
-        "unit-mean-seq-mean-token-mean": mean_over_sequences_of_token_means,
-    }
-    if loss_agg_mode in of_units:
-        of_unit = of_units[loss_agg_mode]
-        valid_units = {unit for unit, count in zip(units, token_counts, strict=True) if count > 0}
-        means = (of_unit([r for r in everything if units[r] == unit]) for unit in valid_units)
+    if loss_agg_mode in _OF_A_UNIT:
+        of_unit, valid_units = _OF_A_UNIT[loss_agg_mode], {sequence.unit for sequence in valid}
+        means = (of_unit([s for s in sequences if s.unit == unit]) for unit in valid_units)
         if sequence_count == "valid" or unit_ids is None:
             return _sum(means) / max(1, len(valid_units))
         return _sum(means) / (int(unit_ids.max()) + 1 if num_units is None else num_units)
     if loss_agg_mode.startswith("length-power-"):
         exponent = float(loss_agg_mode.removeprefix("length-power-"))
-        of_sequences = zip(token_sums, token_counts, strict=True)
-        return _sum(total / count**exponent for total, count in of_sequences if count) / num_seqs
+        return _sum(s.token_sum / s.num_tokens**exponent for s in valid) / num_seqs
     raise ValueError(
         f"reference_loss: unknown loss_agg_mode {loss_agg_mode!r}; for a mode of your own pass the "
         "function (n_s, counts) -> weight that defines it"
@@ -214,7 +185,56 @@ def reference_gradient(
     return loss.item(), gradients
 
 
-def _sum(terms: Any) -> torch.Tensor:
+@dataclass(frozen=True)
+class _Sequence:
+    """The sum over its tokens that count, how many these are, and its unit."""
+
+    token_sum: torch.Tensor
+    num_tokens: int
+    unit: int
+
+
+def _sequences_that_count(
+    losses: torch.Tensor,
+    loss_mask: torch.Tensor,
+    sample_mask: torch.Tensor | None,
+    unit_ids: torch.Tensor | None,
+) -> list[_Sequence]:
+    sequences = []
+    for row in range(losses.shape[0]):
+        if sample_mask is not None and not bool(sample_mask[row]):
+            continue
+        token_sum, num_tokens = torch.zeros((), dtype=torch.float64), 0
+        for position in range(losses.shape[1]):
+            if bool(loss_mask[row, position]):
+                token_sum = token_sum + losses[row, position].double().cpu()
+                num_tokens += 1
+        unit = int(unit_ids[row]) if unit_ids is not None else 0
+        sequences.append(_Sequence(token_sum, num_tokens, unit))
+    return sequences
+
+
+def _token_sum(sequences: list[_Sequence]) -> torch.Tensor:
+    return _sum(s.token_sum for s in sequences)
+
+
+def _token_mean(sequences: list[_Sequence]) -> torch.Tensor:
+    return _token_sum(sequences) / max(1, sum(s.num_tokens for s in sequences))
+
+
+def _mean_of_token_means(sequences: list[_Sequence]) -> torch.Tensor:
+    valid = [s for s in sequences if s.num_tokens > 0]
+    return _sum(s.token_sum / s.num_tokens for s in valid) / max(1, len(valid))
+
+
+_OF_A_UNIT = {
+    "unit-mean-token-sum": _token_sum,
+    "unit-mean-token-mean": _token_mean,
+    "unit-mean-seq-mean-token-mean": _mean_of_token_means,
+}
+
+
+def _sum(terms: Iterable[torch.Tensor]) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for term in terms:
         total = total + term

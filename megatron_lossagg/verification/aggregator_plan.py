@@ -67,13 +67,45 @@ class AggregatorPlan:
 
     def __call__(self, context: StepContext) -> StepPlan:
         """One all-reduce over the data-parallel group, now or at the schedule's first `next`."""
+        self._check_packed(context)
+        aggregator = self._aggregator(context.model_config)
+        is_end_stage = context.pp_rank in (0, context.layout.pp - 1)
+        has_data = self.data == "all" or (context.tp_rank == 0 and is_end_stage)
+        num_microbatches = len(context.microbatches)
+        fault = ExitStack()
+        fault.enter_context(planted(self.fault))
+        if self.planning == "wrap":
+            step: Any = aggregator
+            data_iterator: Any = aggregator.wrap(
+                [iter(context.microbatches) if has_data else None for _ in context.chunks],
+                num_microbatches=num_microbatches,
+            )
+        else:
+            step = aggregator.begin_step(
+                context.microbatches if has_data else None, num_microbatches=num_microbatches
+            )
+            data_iterator = step.data_iterator(len(context.chunks))
+
+        def finish(store: list[Any]) -> dict[str, float]:
+            fault.close()
+            if self.validate:
+                step.validate()
+            if self.planning == "begin_step":
+                return step.report(store)
+            return _as_megatron_lm_reports(store)
+
+        return StepPlan(
+            partial(self._forward_step, step.loss_func), data_iterator, num_microbatches, finish
+        )
+
+    def _aggregator(self, model_config: Any) -> LossAggregator:
         token_losses = self.token_losses
         if self.cp_gradient != "local":
             token_losses = FullRowLosses(token_losses, self.cp_gradient)
-        aggregator = LossAggregator(
+        return LossAggregator(
             token_losses,
             loss_agg_mode=self.loss_agg_mode,
-            model_config=context.model_config,
+            model_config=model_config,
             loss_scale_factor=self.loss_scale_factor,
             norm_semantics=self.norm_semantics,
             sequence_count=self.sequence_count,
@@ -83,36 +115,6 @@ class AggregatorPlan:
             weights_key="loss_mask" if self.planning == "wrap" else "loss_weights",
             weight_dtype=self.weight_dtype,
             checks="required" if self.validate else "skipped",
-        )
-        self._check_packed(context)
-        is_end_stage = context.pp_rank in (0, context.layout.pp - 1)
-        has_data = self.data == "all" or (context.tp_rank == 0 and is_end_stage)
-        fault = ExitStack()
-        fault.enter_context(planted(self.fault))
-        num_microbatches = len(context.microbatches)
-        if self.planning == "wrap":
-            data_iterator = aggregator.wrap(
-                [iter(context.microbatches) if has_data else None for _ in context.chunks],
-                num_microbatches=num_microbatches,
-            )
-            loss_func, validate = aggregator.loss_func, aggregator.validate
-        else:
-            step = aggregator.begin_step(
-                context.microbatches if has_data else None, num_microbatches=num_microbatches
-            )
-            data_iterator = step.data_iterator(len(context.chunks))
-            loss_func, validate = step.loss_func, step.validate
-
-        def finish(store: list[Any]) -> dict[str, float]:
-            fault.close()
-            if self.validate:
-                validate()
-            if self.planning == "begin_step":
-                return step.report(store)
-            return _as_megatron_lm_reports(store)
-
-        return StepPlan(
-            partial(self._forward_step, loss_func), data_iterator, num_microbatches, finish
         )
 
     def _check_packed(self, context: StepContext) -> None:
