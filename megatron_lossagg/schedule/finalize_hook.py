@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_lossagg.schedule.refusals import uses_full_iteration_cuda_graph
 from megatron_lossagg.schedule.run import ScheduleRun, are_one_run
-from megatron_lossagg.weights.deferred import DeferredDivision
 
 
 class Participant(Protocol):
@@ -28,6 +27,16 @@ class Participant(Protocol):
         """The gradients are what the optimizer will see.
 
         `num_tokens` is what the schedule summed up on this rank; None outside R3.
+        """
+
+
+class Division(Protocol):
+    """Divides gradients where denominators are deferred."""
+
+    def __call__(self, chunks: list[Any], factor_here: Callable[[], float] | None) -> None:
+        """Communicates over pp: multiply the gradients of `chunks`.
+
+        `factor_here` is the `deferred_factor` of the step that ran here, if one did.
         """
 
 
@@ -51,7 +60,7 @@ class FinalizeHook:
 
     def __init__(self, finalize: Callable[..., Any]) -> None:
         self.finalize = finalize
-        self.division: DeferredDivision | None = None
+        self.division: Division | None = None
         self._entries: list[_Entry] = []
 
     @property

@@ -14,7 +14,7 @@ from megatron_lossagg.groups import all_reduce_extremes, communication_device
 from megatron_lossagg.objective.evaluation import Sums
 from megatron_lossagg.objective.microbatch_report import MicrobatchReport, microbatch_report
 from megatron_lossagg.objective.terms import MAIN_MASK
-from megatron_lossagg.schedule.contract import MAX_NUM_TOKENS_R3
+from megatron_lossagg.schedule.factors import MAX_NUM_TOKENS_R3
 from megatron_lossagg.step.checks import (
     GroupSums,
     PassRecord,
