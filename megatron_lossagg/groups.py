@@ -31,6 +31,8 @@ class ParallelGroups:
         pp: the pipeline stages of this rank's model replica, in order.
         tp: the tensor-parallel ranks.
         num_virtual_stages: model chunks per pipeline rank (1 without an interleaved schedule).
+        tp_dp_cp: all ranks of this rank's pipeline stage, on the last one all that see a loss; None
+            where it is not known.
     """
 
     dp: Any = None
@@ -39,6 +41,7 @@ class ParallelGroups:
     pp: Any = None
     tp: Any = None
     num_virtual_stages: int = 1
+    tp_dp_cp: Any = None
 
     def __post_init__(self) -> None:
         if self.dp_size * self.cp_size != self.dp_cp_size:
@@ -54,8 +57,8 @@ class ParallelGroups:
         """Groups of an initialised Megatron-Core. Does not communicate.
 
         Args:
-            pg_collection: a `ProcessGroupCollection` with dp, cp, dp_cp, pp and tp; None reads
-                `megatron.core.parallel_state`.
+            pg_collection: a `ProcessGroupCollection` with dp, cp, dp_cp, pp and tp, and tp_dp_cp
+                if it has one; None reads `megatron.core.parallel_state`.
 
         Returns:
             The groups of this rank.
@@ -82,6 +85,9 @@ class ParallelGroups:
                 num_virtual_stages=(
                     parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
                 ),
+                tp_dp_cp=parallel_state.get_tensor_and_data_parallel_group(
+                    with_context_parallel=True
+                ),
             )
         # An unset field raises in some releases and is None in others.
         found = {
@@ -99,6 +105,7 @@ class ParallelGroups:
             num_virtual_stages=(
                 parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
             ),
+            tp_dp_cp=getattr(pg_collection, "tp_dp_cp", None),
         )
 
     @classmethod

@@ -7,15 +7,10 @@ from enum import Enum
 from numbers import Real
 from typing import Any
 
-
-class _Choice(str, Enum):
-    """One of a few texts: it compares, hashes and prints as that text."""
-
-    __str__ = str.__str__
-    __repr__ = str.__repr__
+from megatron_lossagg.words import Word
 
 
-class NormSemantics(_Choice):
+class NormSemantics(Word):
     """What `seq-mean-token-sum-norm` divides the masked sum by."""
 
     SUM = "sum"
@@ -25,7 +20,7 @@ class NormSemantics(_Choice):
     """B * L: verl since 2026-02, and TRL's dr_grpo."""
 
 
-class SequenceCount(_Choice):
+class SequenceCount(Word):
     """Which sequences are B, and which units are U."""
 
     VALID = "valid"

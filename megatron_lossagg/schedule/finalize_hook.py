@@ -30,6 +30,16 @@ class Participant(Protocol):
         """
 
 
+class Division(Protocol):
+    """Divides gradients where denominators are deferred."""
+
+    def __call__(self, chunks: list[Any], factor_here: Callable[[], float] | None) -> None:
+        """Communicates over pp: multiply the gradients of `chunks`.
+
+        `factor_here` is the `deferred_factor` of the step that ran here, if one did.
+        """
+
+
 @dataclass(frozen=True)
 class _Entry:
     participant: weakref.ref[Participant]
@@ -50,7 +60,7 @@ class FinalizeHook:
 
     def __init__(self, finalize: Callable[..., Any]) -> None:
         self.finalize = finalize
-        self.division: Callable[[list[Any], Callable[[], float] | None], None] | None = None
+        self.division: Division | None = None
         self._entries: list[_Entry] = []
 
     @property

@@ -14,12 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups, communication_device
-from megatron_lossagg.schedule.contract import ScheduleContract
+from megatron_lossagg.one_number_stage import StagePlace, one_number_stage
+from megatron_lossagg.schedule.factors import ScheduleFactors
+from megatron_lossagg.schedule.measured_ratio import MeasuredCall, check_gradients, gradient_of
+
+# Tokens per rank and microbatch; any number would do.
+_SEQ_LENGTH = 2
+# Of a `ddp_config`, as Megatron-LM sets them; FSDP wrappers have some of them.
+_GRADIENT_CHECKS = ("check_for_nan_in_grad", "check_for_large_grads")
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Measurement:
         num_microbatches: M of the measured schedule call.
     """
 
-    contract: ScheduleContract
+    contract: ScheduleFactors
     factor: float
     num_microbatches: int
 
@@ -42,7 +47,7 @@ class Measurement:
 def measure_schedule(
     model_config: Any,
     groups: ParallelGroups,
-    contract: ScheduleContract,
+    contract: ScheduleFactors,
     *,
     forward_backward_func: Callable[..., Any] | None = None,
     model: list[Any] | None = None,
@@ -70,22 +75,29 @@ def measure_schedule(
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    num_microbatches = num_microbatches or max(2, groups.pp_size)
-    schedule = forward_backward_func or get_forward_backward_func()
+    call = MeasuredCall(contract, groups, num_microbatches or max(2, groups.pp_size))
     config = _private_config(model_config)
     chunks = [
         _wrap(config, stage_of(config, groups, vp_stage), model, vp_stage)
         for vp_stage in range(groups.num_virtual_stages)
     ]
-    num_calls = num_microbatches * groups.dp_size * groups.cp_size
-    returned = contract.loss_factor(num_microbatches)
-    if contract.weights_carry_num_tokens:
-        returned *= num_calls  # one token per call, so T is the number of calls
+    _run(forward_backward_func or get_forward_backward_func(), chunks, call)
+    scale = 1.0
+    if config.grad_scale_func is not None:
+        scale = float(config.grad_scale_func(torch.ones(1)))
+    gradients = [gradient_of(chunk, groups) / scale for chunk in chunks]
+    check_gradients(gradients, call, config.params_dtype)
+    factor = gradients[-1] / (call.returned_loss * call.num_calls)
+    return Measurement(contract, factor, call.num_microbatches)
+
+
+def _run(schedule: Callable[..., Any], chunks: list[Any], call: MeasuredCall) -> None:
+    """Run the schedule once, forward and backward, with a partial sum of 1 per call."""
 
     def loss_func(output: Tensor, non_loss_data: bool = False) -> Any:
-        loss = output.float().mean() * returned
+        loss = output.float().mean() * call.returned_loss
         report = {"loss": loss.detach().clone()}
-        if contract.returns_num_tokens:
+        if call.factors.returns_num_tokens:
             return loss, torch.ones((), dtype=torch.int32, device=loss.device), report
         return loss, report
 
@@ -96,24 +108,11 @@ def measure_schedule(
         forward_step_func=forward_step,
         data_iterator=[None] * len(chunks) if len(chunks) > 1 else None,
         model=chunks,
-        num_microbatches=num_microbatches,
-        seq_length=_SEQ_LENGTH * groups.cp_size * groups.tp_size,
+        num_microbatches=call.num_microbatches,
+        seq_length=_SEQ_LENGTH * call.groups.cp_size * call.groups.tp_size,
         micro_batch_size=1,
         forward_only=False,
     )
-    scale = 1.0
-    if config.grad_scale_func is not None:
-        scale = float(config.grad_scale_func(torch.ones(1)))
-    gradients = [_gradient(chunk, groups) / scale for chunk in chunks]
-    _raise_unless_exact(gradients, num_calls, contract, num_microbatches, groups, config)
-    factor = gradients[-1] / (returned * num_calls)
-    return Measurement(contract, factor, num_microbatches)
-
-
-# Tokens per rank and microbatch; any number would do.
-_SEQ_LENGTH = 2
-# Of a `ddp_config`, as Megatron-LM sets them; FSDP wrappers have some of them.
-_GRADIENT_CHECKS = ("check_for_nan_in_grad", "check_for_large_grads")
 
 
 def _private_config(model_config: Any) -> Any:
@@ -135,44 +134,20 @@ def _private_config(model_config: Any) -> Any:
 
 def stage_of(config: Any, groups: ParallelGroups, vp_stage: int) -> Any:
     """A pipeline stage that multiplies by one parameter, which is 1; the first makes ones."""
-    from megatron.core.enums import ModelType
-    from megatron.core.transformer.module import MegatronModule
-
-    pp_rank = groups.pp_rank
-    stage = vp_stage * groups.pp_size + pp_rank
     sequence_shards = groups.tp_size if getattr(config, "sequence_parallel", False) else 1
     length = _SEQ_LENGTH * groups.tp_size // sequence_shards
     device = communication_device(groups.dp_cp, torch.device("cpu"))
 
-    class OneNumberStage(MegatronModule):
-        """Input (or ones) times a number."""
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(shape, dtype=config.params_dtype, device=device)
 
-        def __init__(self) -> None:
-            super().__init__(config=config)
-            self.model_type = ModelType.encoder_or_decoder
-            self.share_embeddings_and_output_weights = False
-            self.pre_process = stage == 0
-            self.post_process = stage == groups.pp_size * groups.num_virtual_stages - 1
-            self.vp_stage = vp_stage if groups.num_virtual_stages > 1 else None
-            self.input_tensor: Tensor | None = None
-            self.scale = torch.nn.Parameter(
-                torch.ones(1, dtype=config.params_dtype, device=device)  # FSDP shards no scalars
-            )
-
-        def set_input_tensor(self, input_tensor: Any) -> None:
-            """What the schedule received from the stage before."""
-            self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-
-        def forward(self) -> Tensor:
-            """[s, b, h], what Megatron's pipeline carries."""
-            if self.pre_process:
-                shape = (length, 1, config.hidden_size)
-                ones = torch.ones(shape, dtype=config.params_dtype, device=device)
-                return ones * self.scale
-            assert self.input_tensor is not None
-            return self.input_tensor * self.scale
-
-    return OneNumberStage()
+    return one_number_stage(
+        config,
+        StagePlace(groups.pp_rank, groups.pp_size, vp_stage, groups.num_virtual_stages),
+        "scale",
+        ones(1),  # FSDP shards no scalars
+        first_input=lambda: ones(length, 1, config.hidden_size),
+    )
 
 
 def _wrap(config: Any, stage: Any, model: list[Any] | None, vp_stage: int) -> Any:
@@ -193,73 +168,3 @@ def _wrap(config: Any, stage: Any, model: list[Any] | None, vp_stage: int) -> An
     return wrapper(
         config=config, ddp_config=ddp_config, module=stage, disable_bucketing=vp_stage > 0
     )
-
-
-def _gradient(chunk: Any, groups: ParallelGroups) -> float:
-    """The parameter's gradient: a broadcast over dp x cp from the rank that owns it.
-
-    With the distributed optimizer only the owner of the first shard has it reduced; otherwise all
-    ranks have it, and NaN is returned if they differ.
-    """
-    [parameter] = chunk.parameters()
-    # DDP empties `grad` into `main_grad`; FSDP wrappers leave it, as a sharded DTensor.
-    found = parameter.main_grad if parameter.grad is None else parameter.grad
-    found = found.full_tensor() if hasattr(found, "full_tensor") else found
-    gradient = found.detach().double().reshape(1).clone()
-    if groups.dp_cp_size == 1:
-        return gradient.item()
-    gathered = [torch.empty_like(gradient) for _ in range(groups.dp_cp_size)]
-    dist.all_gather(gathered, gradient, group=groups.dp_cp)
-    values = [value.item() for value in gathered]
-    if chunk.ddp_config.use_distributed_optimizer and parameter.grad is None:
-        return values[0]
-    return values[0] if all(value == values[0] for value in values) else float("nan")
-
-
-def _raise_unless_exact(
-    gradients: list[float],
-    expected: int,
-    contract: ScheduleContract,
-    num_microbatches: int,
-    groups: ParallelGroups,
-    config: Any,
-) -> None:
-    """Raise on every rank of the pipeline if one stage's gradient is off."""
-    tolerance = max(4 * torch.finfo(config.params_dtype).eps, 1e-6)
-    ratios = [gradient / expected / contract.undo_cp_gather for gradient in gradients]
-    worst = max(ratios, key=lambda ratio: abs(ratio - 1) if ratio == ratio else float("inf"))
-    box = torch.tensor([worst], dtype=torch.float64)
-    if groups.pp_size > 1:
-        box = box.to(communication_device(groups.pp, box.device))
-        everyones = [torch.empty_like(box) for _ in range(groups.pp_size)]
-        dist.all_gather(everyones, box, group=groups.pp)
-        values = [value.item() for value in everyones]
-        worst = max(values, key=lambda ratio: abs(ratio - 1) if ratio == ratio else float("inf"))
-    if not abs(worst - 1) <= tolerance:
-        if worst != worst:
-            raise LossAggError(
-                "Measured schedule: data x context parallel ranks end with different gradients in "
-                f"regime {contract.regime}. Do not train with it; check finalize_model_grads_func "
-                "and the groups it reduces over."
-            )
-        raise LossAggError(
-            f"Measured schedule: in regime {contract.regime} a gradient arrives {worst:.6g} times "
-            f"as large as it should (num_microbatches={num_microbatches}, data-parallel size "
-            f"{groups.dp_size}, context-parallel size {groups.cp_size}). The schedule, DDP or "
-            "finalize_model_grads_func does not scale as Megatron-Core's own; factors that would "
-            f"explain it: {_explanations(worst, num_microbatches, groups)}."
-        )
-
-
-def _explanations(ratio: float, num_microbatches: int, groups: ParallelGroups) -> str:
-    """Products of the sizes that equal the ratio."""
-    sizes = {
-        "num_microbatches": num_microbatches,
-        "data-parallel size": groups.dp_size,
-        "context-parallel size": groups.cp_size,
-        "data x context parallel size": groups.dp_cp_size,
-        "num_microbatches x data-parallel size": num_microbatches * groups.dp_size,
-    }
-    found = [f"x {n}" for n, v in sizes.items() if v > 1 and abs(ratio - v) < 1e-3 * v]
-    found += [f"/ {n}" for n, v in sizes.items() if v > 1 and abs(ratio * v - 1) < 1e-3]
-    return ", ".join(found) or "none of the sizes"

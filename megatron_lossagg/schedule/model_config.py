@@ -8,7 +8,16 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.schedule.contract import check_model_config
+
+
+def check_model_config(model_config: Any) -> None:
+    """Raise TypeError unless the flag that decides the regime can be read from it."""
+    if not hasattr(model_config, "calculate_per_token_loss"):
+        raise TypeError(
+            "model_config must be the model's TransformerConfig, got "
+            f"{type(model_config).__name__} without calculate_per_token_loss. Pass "
+            "get_model_config(model), the object that the schedule reads."
+        )
 
 
 class Later(Enum):

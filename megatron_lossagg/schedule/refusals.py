@@ -5,47 +5,56 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.groups import ParallelGroups
-from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.modes.spec import ModeSpec
+from megatron_lossagg.schedule.factors import Regime, ScheduleFactors
+from megatron_lossagg.schedule.options import CPGradient
 from megatron_lossagg.schedule.probe import (
     mtp_loss_is_finite_without_tokens,
     num_tokens_are_summed_over_cp,
 )
 
 
-def refuse_unproved(model_config: Any, regime: str, groups: ParallelGroups, local: bool) -> None:
-    """Raise LossAggError on a pairing of model, schedule and regime that is not exact.
+def refuse_unproved(model_config: Any, factors: ScheduleFactors) -> None:
+    """Raise LossAggError on a pairing of model, schedule and regime that is not exact."""
+    regime = factors.regime
+    if uses_hybrid_cp(model_config):
+        _refuse_hybrid_cp(factors)
+    if getattr(model_config, "mtp_num_layers", None) and not regime.uses_per_token_flag:
+        _refuse_mtp_over_own_tokens()
+    if regime is Regime.R4:
+        _refuse_undivided_losses(model_config)
+    if regime.divides_by_num_tokens and factors.cp_size > 1:
+        _refuse_num_tokens_without_cp()
 
-    `local` says whether token losses are those of the rank's own chunk.
-    """
-    if uses_hybrid_cp(model_config) and not (regime == "R3" and local):
+
+def _refuse_hybrid_cp(factors: ScheduleFactors) -> None:
+    is_local = factors.cp_gradient is CPGradient.LOCAL
+    if not (factors.regime.divides_by_num_tokens and is_local):
         raise LossAggError(
-            f"hybrid_context_parallel=True in regime {regime}: its schedule runs another number "
-            "of samples on every rank, each with its own context-parallel size, and (in some "
-            "releases) multiplies a two-value loss by a wrong number, 0. Set "
+            f"hybrid_context_parallel=True in regime {factors.regime}: its schedule runs another "
+            "number of samples on every rank, each with its own context-parallel size, and (in "
+            "some releases) multiplies a two-value loss by a wrong number, 0. Set "
             "calculate_per_token_loss=True, returns='auto' and cp_gradient='local'."
         )
-    _refuse_mtp(model_config, regime)
-    if regime == "R4":
-        _refuse_undivided_losses(model_config)
-    if regime == "R3" and groups.cp_size > 1 and not num_tokens_are_summed_over_cp():
-        raise LossAggError(
-            "calculate_per_token_loss=True with context parallelism: the installed Megatron-Core "
-            "sums num_tokens over data-parallel ranks without context-parallel ones, which leaves "
-            "different gradients on them. Set calculate_per_token_loss=False, or use "
-            "megatron-core 0.13 or newer."
-        )
 
 
-def _refuse_mtp(model_config: Any, regime: str) -> None:
-    if not getattr(model_config, "mtp_num_layers", None) or regime not in ("R1", "R2"):
-        return
+def _refuse_mtp_over_own_tokens() -> None:
     if not mtp_loss_is_finite_without_tokens():
         raise LossAggError(
             "mtp_num_layers with calculate_per_token_loss=False: the installed Megatron-Core "
             "divides the multi-token prediction loss by the local token count, which gives NaN on "
             "a fully masked microbatch. Set calculate_per_token_loss=True, or use megatron-core "
             "0.17 or newer."
+        )
+
+
+def _refuse_num_tokens_without_cp() -> None:
+    if not num_tokens_are_summed_over_cp():
+        raise LossAggError(
+            "calculate_per_token_loss=True with context parallelism: the installed Megatron-Core "
+            "sums num_tokens over data-parallel ranks without context-parallel ones, which leaves "
+            "different gradients on them. Set calculate_per_token_loss=False, or use "
+            "megatron-core 0.13 or newer."
         )
 
 
@@ -112,20 +121,20 @@ def refuse_deferred(
 
 
 def refuse_wrappers(
-    chunks: list[Any], regime: str, *, scales_gradients: bool, measured: tuple[type, ...] = ()
+    chunks: list[Any], regime: Regime, *, scales_gradients: bool, measured: tuple[type, ...] = ()
 ) -> None:
     """Raise LossAggError if the wrapper of a model chunk cannot be honoured in this regime.
 
     Args:
         chunks: what Megatron gives `finalize_model_grads_func`.
-        regime: "R1" to "R4".
+        regime: that of the step.
         scales_gradients: whether the plugin itself scales gradients at the end.
         measured: wrappers that `ScheduleContract.measure` found exact.
     """
     for chunk in chunks:
         names = {cls.__name__ for cls in type(chunk).__mro__}
         if "TorchFullyShardedDataParallel" in names:
-            if regime in ("R3", "R4") or scales_gradients:
+            if regime.uses_per_token_flag or scales_gradients:
                 raise LossAggError(
                     "TorchFullyShardedDataParallel (torch FSDP2) averages gradients over its ranks "
                     "and its scale_gradients does nothing, so with calculate_per_token_loss=True "

@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_lossagg.counts.reduction import NUM_HELD, held_counts, held_place
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import all_reduce_sum, communication_device
-from megatron_lossagg.schedule.contract import MAX_NUM_TOKENS_R3, ScheduleContract
+from megatron_lossagg.schedule.contract import ScheduleContract
+from megatron_lossagg.schedule.factors import MAX_NUM_TOKENS_R3, Regime
 from megatron_lossagg.step.context import StepContext
 from megatron_lossagg.step.schedule_pass import SchedulePass
 from megatron_lossagg.weights.step_weights import StepWeights
@@ -104,7 +105,7 @@ def _count_problems(plan: StepWeights, contract: ScheduleContract) -> list[str]:
         plan.check_counts()
     except LossAggError as error:
         problems.append(str(error).rstrip("."))
-    if contract.regime == "R3" and plan.counts_are_known:
+    if contract.regime is Regime.R3 and plan.counts_are_known:
         num_tokens = int(plan.counts.num_tokens)
         if num_tokens > MAX_NUM_TOKENS_R3:
             problems.append(
@@ -172,7 +173,7 @@ def _check_with_others(
     if plan is not None and context.sees_weights and plan.counts_are_known:
         if plan.counts_are_given:
             _check_given(plan, sums, context)
-        if context.contract.regime == "R3":
+        if context.contract.regime is Regime.R3:
             _check_num_tokens(plan, sums)
         _check_weight_sums(plan, sums, run, context)
     return sums

@@ -100,7 +100,7 @@ class Finalizer:
         contract = self._settings.current_contract()
         if not self._settings.divides_later(contract):
             return None
-        return partial(self._count_and_divide, contract.regime)
+        return partial(self._count_and_divide, contract.weights_carry_num_tokens)
 
     def after_finalize(self, chunks: list[Any], num_tokens: Tensor | None) -> None:
         """`Step.validate`; counts of a deferred step that Megatron divides itself: over dp, tp."""
@@ -126,10 +126,12 @@ class Finalizer:
             plan.set_counts(pending)
         return step, plan
 
-    def _count_and_divide(self, regime: str) -> float:
+    def _count_and_divide(self, divides_by_num_tokens: bool) -> float:
         step, plan = self._count()
         is_counted = plan is not None and plan.counts_are_known
-        factor = plan.gradient_factor(regime) if plan is not None and is_counted else 1.0
+        factor = 1.0
+        if plan is not None and is_counted:
+            factor = plan.gradient_factor(divides_by_num_tokens=divides_by_num_tokens)
         groups = self._settings.current_groups()
         # Tensor-parallel ranks without data know counts, but not of which masks.
         box = torch.tensor([factor], dtype=torch.float64)

@@ -65,11 +65,14 @@ class Settings:
     def divides_later(self, contract: ScheduleContract) -> bool:
         """Whether the plugin scales gradients when they are finalized."""
         main = self.objective.weightings[0]
-        return self.is_deferred and not is_megatrons_own(main, contract.regime)
+        return self.is_deferred and not is_megatrons_own(
+            main, divides_by_num_tokens=contract.weights_carry_num_tokens
+        )
 
     @property
     def may_divide_later(self) -> bool:
         """`divides_later`, by the config's flag alone: process groups need not be there yet."""
         per_token = bool(self.model_config.calculate_per_token_loss)
         regime = regime_of(self.options.returns, per_token)
-        return self.is_deferred and not is_megatrons_own(self.objective.weightings[0], regime)
+        main, divides = self.objective.weightings[0], regime.divides_by_num_tokens
+        return self.is_deferred and not is_megatrons_own(main, divides_by_num_tokens=divides)

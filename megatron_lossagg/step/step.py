@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
+from megatron_lossagg.schedule.factors import Regime
 from megatron_lossagg.step.checks import check_pass
 from megatron_lossagg.step.context import StepContext
 from megatron_lossagg.step.microbatch_report import complete_reports, microbatch_report
@@ -191,7 +192,7 @@ class Step:
         if self._plan is None:
             run.see_tokens(num_trained_tokens_seen(weights, context))
         num_tokens = None
-        if contract.regime == "R3" or context.pairs_by_tokens:
+        if contract.regime is Regime.R3 or context.pairs_by_tokens:
             num_tokens = num_valid_tokens(microbatch, weights, context)
             run.num_tokens.append(num_tokens)
         divisors, denominators = None, None
@@ -215,7 +216,7 @@ class Step:
             return report
         loss = with_graph(sums.total, output_tensor, context.groups) * context.loss_factor
         run.returned.append((sums.values, loss.detach()))  # an alias
-        if contract.regime == "R3":
+        if contract.regime is Regime.R3:
             return loss, num_tokens, report
         if contract.returns_num_tokens:
             return loss, torch.ones_like(loss, dtype=torch.int32), report

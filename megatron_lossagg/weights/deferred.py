@@ -110,10 +110,11 @@ class DeferredPlan(StepWeights):
         sums = [weights.sum(dtype=torch.float64) for [weights] in self._weights]
         return torch.stack(sums).sum().reshape(1) if sums else torch.zeros(1, dtype=torch.float64)
 
-    def gradient_factor(self, regime: str) -> float:
-        """What is still to be multiplied onto finalized gradients: 1/N, in R3 T/N. Waits for them.
+    def gradient_factor(self, *, divides_by_num_tokens: bool) -> float:
+        """What is still to be multiplied onto finalized gradients: 1/N. Waits for the counts.
 
-        1 for a batch without a token, whose gradient is 0 as it is.
+        T/N where Megatron has divided by T already (R3), and 1 for a batch without a token, whose
+        gradient is 0 as it is.
         """
         divisor = self._weighting.spec.divisor(self.counts_of(self._weighting.mask_key))
         assert divisor is not None  # refused when the step was planned
@@ -121,14 +122,14 @@ class DeferredPlan(StepWeights):
         if denominator == 0:
             return 1.0
         # Finalize divides by nothing if T is 0.
-        numerator = max(1, int(self.counts.num_tokens)) if regime == "R3" else 1.0
+        numerator = max(1, int(self.counts.num_tokens)) if divides_by_num_tokens else 1.0
         return numerator / denominator
 
 
-def is_megatrons_own(weighting: Weighting, regime: str) -> bool:
+def is_megatrons_own(weighting: Weighting, *, divides_by_num_tokens: bool) -> bool:
     """Whether Megatron's division by T is the mode's: token-mean of `loss_mask` in R3."""
     is_token_mean = weighting.spec.loss_agg_mode == "token-mean"
-    return regime == "R3" and is_token_mean and weighting.mask_key == MAIN_MASK
+    return divides_by_num_tokens and is_token_mean and weighting.mask_key == MAIN_MASK
 
 
 def sum_over_ranks(plan: StepWeights | None, groups: ParallelGroups) -> PendingCounts | None:

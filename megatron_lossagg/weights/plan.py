@@ -111,7 +111,7 @@ class WeightPlan(StepWeights):
             if mask_key in self.given_counts:
                 check_given_counts(self.counts_of(mask_key), self._local, slot, mask_key)
 
-    def gradient_factor(self, regime: str) -> float:
+    def gradient_factor(self, *, divides_by_num_tokens: bool) -> float:
         """1: weights are divided already."""
         return 1.0
 

@@ -79,7 +79,7 @@ class StepWeights(ABC):
         """
 
     @abstractmethod
-    def gradient_factor(self, regime: str) -> float:
+    def gradient_factor(self, *, divides_by_num_tokens: bool) -> float:
         """What finalized gradients are still to be multiplied by. Waits for the counts."""
 
     def with_weights(self, microbatch: Microbatch, index: int) -> dict[str, Any]:

@@ -306,6 +306,7 @@ def megatron(monkeypatch):
         get_context_parallel_group=lambda: None,
         get_pipeline_model_parallel_group=lambda: FakeGroup(1),
         get_tensor_model_parallel_group=lambda: FakeGroup(1),
+        get_tensor_and_data_parallel_group=lambda with_context_parallel: None,
         get_virtual_pipeline_model_parallel_world_size=lambda: None,
     )
     core = SimpleNamespace(parallel_state=parallel_state)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_lossagg.one_number_stage import StagePlace, one_number_stage
 from megatron_lossagg.testing.layout.layout import Layout
 from megatron_lossagg.testing.model.model_chunks import set_config_hooks
 from megatron_lossagg.testing.model.tiny_gpt import TinyGPT, transformer_config
@@ -39,7 +40,7 @@ def build_scalar_chunks(
     config = transformer_config(_SIZES, layout, calculate_per_token_loss=calculate_per_token_loss)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = [
-        _scalar_stage(config, vp_stage * layout.pp + pp_rank, layout)
+        _scalar_stage(config, StagePlace(pp_rank, layout.pp, vp_stage, layout.vpp))
         for vp_stage in range(layout.vpp)
     ]
     if not wrap_with_ddp:
@@ -57,37 +58,18 @@ def build_scalar_chunks(
     return chunks
 
 
-def _scalar_stage(config: Any, stage: int, layout: Layout) -> Any:
-    from megatron.core.enums import ModelType
-    from megatron.core.transformer.module import MegatronModule
+def _scalar_stage(config: Any, place: StagePlace) -> Any:
+    one = torch.ones((), dtype=config.params_dtype, device=current_device())
 
-    class ScalarStage(MegatronModule):
-        """One stage: its input, or ones on the first, times a number."""
+    def ones_like_mask(mask: torch.Tensor) -> torch.Tensor:
+        """[s, b, 1]."""
+        return torch.ones(*mask.t().shape, 1, dtype=one.dtype, device=one.device)
 
-        def __init__(self) -> None:
-            super().__init__(config=config)
-            self.model_type = ModelType.encoder_or_decoder
-            self.share_embeddings_and_output_weights = False
-            self.pre_process = stage == 0
-            self.post_process = stage == layout.pp * layout.vpp - 1
-            self.vp_stage = stage // layout.pp if layout.vpp > 1 else None
-            self.input_tensor: torch.Tensor | None = None
-            one = torch.ones((), dtype=config.params_dtype, device=current_device())
-            self.register_parameter(f"scale_{stage}", torch.nn.Parameter(one))
-
-        def set_input_tensor(self, input_tensor: Any) -> None:
-            """What the schedule received from the stage before."""
-            self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-
-        def forward(self, mask: torch.Tensor) -> torch.Tensor:
-            """[s, b, 1] between stages, [b, s] out of the last one."""
-            [scale] = self.parameters()
-            if self.pre_process:
-                hidden = torch.ones(*mask.t().shape, 1, dtype=scale.dtype, device=scale.device)
-            else:
-                assert self.input_tensor is not None
-                hidden = self.input_tensor
-            hidden = hidden * scale
-            return hidden.squeeze(-1).t().contiguous() if self.post_process else hidden
-
-    return ScalarStage()
+    return one_number_stage(
+        config,
+        place,
+        f"scale_{place.index}",
+        one,
+        first_input=ones_like_mask,
+        last_output=lambda hidden: hidden.squeeze(-1).t().contiguous(),  # [b, s]
+    )

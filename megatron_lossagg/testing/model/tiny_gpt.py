@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.schedule.refusals import check_p2p_order
 from megatron_lossagg.testing.layout.layout import Layout
 
 
@@ -135,7 +134,10 @@ def transformer_config(
 def check_p2p_is_safe(config: Any, pp_size: int, vpp_size: int, backend: str) -> None:
     """Refuse the pipeline transfers that give wrong numbers without an error.
 
-    Batched transfers between two ranks: see `check_p2p_order`.
+    Batched transfers: of two pipeline ranks with virtual stages each is both neighbours of the
+    other, and a batched exchange posts two messages each way between them. Backends match these in
+    order of posting, so activations and gradients change places. `overlap_p2p_comm` without
+    `batch_p2p_comm` is right.
 
     Freed outputs: `deallocate_pipeline_outputs` swaps the storage of a tensor whose send has only
     been started if `overlap_p2p_comm` is on. On a CUDA stream the send comes first; gloo sends from
@@ -150,7 +152,14 @@ def check_p2p_is_safe(config: Any, pp_size: int, vpp_size: int, backend: str) ->
     Raises:
         LossAggError: for these two combinations.
     """
-    check_p2p_order(config, pp_size, vpp_size)
+    is_ordered = config.overlap_p2p_comm and not config.batch_p2p_comm
+    if pp_size == 2 and vpp_size > 1 and not is_ordered:
+        raise LossAggError(
+            f"Pipeline size 2 with virtual stages, overlap_p2p_comm={config.overlap_p2p_comm} and "
+            f"batch_p2p_comm={config.batch_p2p_comm}: transfers between the same two ranks are "
+            "matched in order and swap activations with gradients, silently. Set "
+            "overlap_p2p_comm=True and batch_p2p_comm=False in the TransformerConfig"
+        )
     if (
         config.overlap_p2p_comm
         and config.deallocate_pipeline_outputs

@@ -1,0 +1,35 @@
+"""`Word`: an option that is one of a few texts, each declared once."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, TypeVar
+
+
+class Word(str, Enum):
+    """A member is, compares and prints as its string."""
+
+    __str__ = str.__str__
+    __repr__ = str.__repr__
+
+
+AnyWord = TypeVar("AnyWord", bound=Word)
+
+
+def read_option(words: type[AnyWord], name: str, value: Any) -> AnyWord:
+    """The member of `words` that `value` is.
+
+    Raises:
+        ValueError: none; the message has the option's `name`, the value and the known ones.
+    """
+    try:
+        return words(value)
+    except ValueError:
+        raise ValueError(
+            f"{name}={value!r} does not exist; expected one of {', '.join(known(words))}."
+        ) from None
+
+
+def known(words: type[Word]) -> tuple[str, ...]:
+    """The strings that an option may be."""
+    return tuple(word.value for word in words)
