@@ -152,7 +152,7 @@ def test_terms_and_metrics_of_any_split(splits):
 def test_counted_by_the_library():
     """Weights by `count_global_batch`, one term, no metric: the mean over sequences."""
     objective = Objective.of([LossTerm("only", policy_alone, "seq-mean-token-mean")])
-    counts = count_global_batch([{"loss_mask": MASK}], ParallelGroups.single_process())
+    counts = count_global_batch([MASK], ParallelGroups.single_process())
     weights = token_weights(MASK, "seq-mean-token-mean", counts, weight_dtype=torch.float64)
     output = torch.arange(20, dtype=torch.float64).view(4, 5).requires_grad_()
     sums = Evaluation(objective)(output, {}, [weights], [1.0])
@@ -178,7 +178,7 @@ def test_nan_and_inf_at_masked_tokens_reach_nothing():
     sums.total.backward()
     clean = batch.output.detach()[MASK == 1]
     found = sums.by_name(objective)
-    assert float(sums.total) == pytest.approx(float(clean.mean()), rel=1e-14)
+    assert sums.total.item() == pytest.approx(float(clean.mean()), rel=1e-14)
     assert float(found["m"].value) == pytest.approx(float(clean.sum()), rel=1e-14)
     assert float(found["low"].value) == float(clean.min())
     assert torch.equal(dirty.grad, batch.weights[0])
