@@ -7,20 +7,21 @@ import typer
 
 from megatron_lossagg.cli.doctor.command import doctor
 from megatron_lossagg.cli.explain import explain
+from megatron_lossagg.cli.help_text import PlainHelpCommand, PlainHelpGroup
 from megatron_lossagg.cli.modes import modes
 from megatron_lossagg.cli.verify.command import verify
-from megatron_lossagg.modes import IMPORT_VARIABLE, import_named_modules
+from megatron_lossagg.modes.registry import IMPORT_VARIABLE, import_named_modules
 
 app = typer.Typer(
     help="Loss aggregation for RL on Megatron-Core, exact in every parallel layout.",
+    cls=PlainHelpGroup,
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(verify)
-app.command()(doctor)
-app.command()(modes)
-app.command()(explain)
+for command in (verify, doctor, modes, explain):
+    app.command(cls=PlainHelpCommand)(command)
 
 
 @app.callback()

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from megatron_lossagg.cli.terminal import terminal_console
 from megatron_lossagg.explain.explanation import Explanation
 from megatron_lossagg.explain.reading.fields import FieldOptions
 from megatron_lossagg.explain.reading.files import read_rollouts
@@ -84,7 +84,7 @@ def explain(
         shown = {**explanation.to_dict(), "files": {kind: str(p) for kind, p in files.items()}}
         typer.echo(json.dumps(shown, indent=2, allow_nan=False))
         return
-    console = Console()
+    console = terminal_console()
     print_explanation(explanation, console)
     for kind, path in files.items():
         console.print(Text(f"\n{kind}: {path}"), end="", soft_wrap=True)

@@ -49,37 +49,48 @@ def count_rows(masks: Sequence[Tensor]) -> tuple[Tensor, Tensor | int]:
     for together in _of_one_width(masks):
         if together[0].dtype == torch.int64 and together[0].device.type == "cpu":
             num_tokens.append(_count_int64(together))
-            continue
-        values = _copied_as_floats(together)
-        is_wide = values.shape[1] > _MAX_WIDTH_IN_FLOAT32
-        num_tokens.append(values.sum(dim=1, dtype=torch.float64 if is_wide else None))
-        if together[0].dtype == torch.bool:
-            continue
-        # x - x^2 is 0 for 0 and 1 alone.
-        deviation = values.addcmul_(values, values, value=-1)
-        if deviation.device.type != "cpu":
-            num_bad = num_bad + (deviation != 0).sum()
-        elif deviation.numel() > 0 and any(float(end) != 0 for end in deviation.aminmax()):
-            _raise_bad_values(together)
+        else:
+            of_rows, bad = _count_as_floats(together)
+            num_tokens.append(of_rows)
+            num_bad = num_bad + bad
     return torch.cat(num_tokens).long(), num_bad
 
 
+def _count_as_floats(masks: list[Tensor]) -> tuple[Tensor, Tensor | int]:
+    """As `count_rows`, of masks of one width and dtype; counts are floats that hold integers."""
+    values = _copied_as_floats(masks)
+    is_wide = values.shape[1] > _MAX_WIDTH_IN_FLOAT32
+    num_tokens = values.sum(dim=1, dtype=torch.float64 if is_wide else None)
+    if masks[0].dtype == torch.bool:
+        return num_tokens, 0
+    # x - x^2 is 0 for 0 and 1 alone. Written over the copy, which has been summed.
+    deviation = values.addcmul_(values, values, value=-1)
+    if deviation.device.type != "cpu":
+        return num_tokens, (deviation != 0).sum()
+    if deviation.numel() > 0 and any(float(end) != 0 for end in deviation.aminmax()):
+        _raise_bad_values(masks)
+    return num_tokens, 0
+
+
 def _count_int64(masks: list[Tensor]) -> Tensor:
-    """The same for int64, which is 0 and 1 if it lies between: nothing is copied."""
+    """The valid tokens of each row, int64, of masks of one width on the CPU. Copies nothing.
+
+    An integer is 0 or 1 if it lies between them. Extremes are found in two thirds of the time when
+    each mask is read as twice as many int32, whose lower and upper words are then 0 and 1, and what
+    that lets pass, an upper word of 1, adds 2^32 to the count of its row.
+    """
     if masks[0].numel() < _MIN_VALUES:
         masks = [torch.cat(masks)]
     num_tokens: list[Tensor] = []
     extremes: list[Tensor] = []
     for mask in masks:
         num_tokens.append(mask.sum(dim=1))
-        if mask.numel() > 0:
-            # At once, as the mask is in the cache now, and as twice as many int32, whose extremes
-            # are found in two thirds of the time.
-            extremes += (mask.view(torch.int32) if mask.stride(1) == 1 else mask).aminmax()
+        if mask.numel() > 0:  # at once, as the mask is in the cache now
+            words = mask.view(torch.int32) if mask.stride(1) == 1 else mask
+            extremes += words.aminmax()
     of_rows = torch.cat(num_tokens)
     if extremes:
         low, high = torch.stack(extremes).aminmax()
-        # What could be left are upper words of 1, each of which adds 2^32.
         if int(low) < 0 or int(high) > 1 or int(of_rows.max()) > masks[0].shape[1]:
             _raise_bad_values(masks)
     return of_rows

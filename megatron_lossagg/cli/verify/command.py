@@ -64,7 +64,11 @@ def verify(
     ] = None,
     plant: Annotated[
         Fault | None,
-        typer.Option(help="Plant a fault in the plugin, to see that this command finds it."),
+        typer.Option(
+            metavar="FAULT",
+            help="Plant a fault in the plugin, to see that this command finds it: "
+            f"{', '.join(fault_names())}.",
+        ),
     ] = None,
     print_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of a table.")

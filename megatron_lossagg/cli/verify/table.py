@@ -13,18 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megatron_lossagg.cli.terminal import terminal_console
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.verification.cases import GRADIENT_BOUNDS, LOSS_BOUND, CaseResult
 
-# Narrow enough for a terminal of 80 columns.
-_HEADINGS = {
-    "token-mean": "token-\nmean",
-    "token-sum": "token-\nsum",
-    "seq-mean-token-sum": "seq-mean\n-token-\nsum",
-    "seq-mean-token-mean": "seq-mean\n-token-\nmean",
-    "seq-mean-token-sum-norm": "seq-mean\n-token-\nsum-norm",
-    "seq-mean-token-sum-norm/seq-mean": "(norm,\nseq-mean\ncount)",
-}
 _FORMS = {
     "rows": "padded rows",
     "cu_seqlens": "packed sequences (cu_seqlens)",
@@ -66,8 +58,9 @@ def with_progress(results: Iterable[CaseResult], total: int, *, show: bool) -> I
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not show) as progress:
+    console = terminal_console(stderr=True)
+    disable = not show or console.color_system is None
+    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
         task = progress.add_task("starting ranks", total=total)
         for result in results:
             progress.update(task, advance=1, description=str(result.case.layout))
@@ -76,22 +69,15 @@ def with_progress(results: Iterable[CaseResult], total: int, *, show: bool) -> I
 
 def print_table(outcome: Outcome, modes: Sequence[str]) -> None:
     """Print a row per layout and regime, then the verdict."""
-    console = Console()
-    table = Table(
-        title="Relative error of the whole model's gradient, and of the reported loss",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("layout", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for mode in modes:
-        table.add_column(_HEADINGS.get(mode, mode), justify="right")
-    table.add_column("loss", justify="right")
-    for row in _rows(outcome.results):
-        table.add_row(*row)
-    console.print(table)
+    console = terminal_console()
+    console.print("Relative error of the whole model's gradient in mode", highlight=False)
+    for number, mode in enumerate(modes, start=1):
+        # Their names would need more columns than a terminal has.
+        console.print(f"  ({number}) {mode}", highlight=False, soft_wrap=True)
+    console.print("and of the reported loss")
+    headings = [*(f"({number})" for number in range(1, len(modes) + 1)), "loss"]
+    for table in _tables(headings, list(_rows(outcome.results)), console.width):
+        console.print(table)
     _print_notes(console, outcome.results)
     if outcome.failure is not None:
         console.print("[bold red]FAILED[/]: a run did not finish.")
@@ -173,6 +159,22 @@ def _rows(results: Sequence[CaseResult]) -> Iterator[list[str]]:
         loss = _worst([mode.loss_error for result in group for mode in result.modes])
         cells = [_cell(error, GRADIENT_BOUNDS[regime]) for error in gradients]
         yield [layout, regime, *cells, _cell(loss, LOSS_BOUND)]
+
+
+def _tables(headings: list[str], rows: list[list[str]], width: int) -> Iterator[Table]:
+    """One table, or several with some of the columns each if the terminal is too narrow."""
+    width_of_labels = max([len(row[0]) for row in rows], default=0) + len("   R1  ")
+    num_columns = max(1, (width - width_of_labels) // len("3e-16  "))
+    for start in range(0, len(headings), num_columns):
+        chosen = slice(start, start + num_columns)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for label in ("layout", ""):
+            table.add_column(label, no_wrap=True)
+        for heading in headings[chosen]:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for layout, regime, *cells in rows:
+            table.add_row(layout, regime, *cells[chosen])
+        yield table
 
 
 def _worst(errors: list[float]) -> float:
