@@ -95,28 +95,28 @@ def agg_loss(
     losses = loss_mat.to(mask.dtype)
 
     if loss_agg_mode == "seq-mean-token-mean":
-        return _times(dp_size, mean_of_row_means(losses, mask, global_batch_size).to(dtype))
+        return _multiplied(dp_size, mean_of_row_means(losses, mask, global_batch_size).to(dtype))
 
     total = where_nonzero(losses, mask).sum().to(dtype)
     if loss_agg_mode == "token-sum":
-        return _times(dp_size, total)
+        return _multiplied(dp_size, total)
     if loss_agg_mode == "token-mean":
         total = divided(
             total, batch_num_tokens, lambda: num_tokens_of_rows(mask).sum(dtype=torch.float64)
         )
-        return _times(dp_size, total)
+        return _multiplied(dp_size, total)
 
     def num_seqs() -> Tensor:
         return (num_tokens_of_rows(mask) > 0).sum()
 
     if loss_agg_mode == "seq-mean-token-sum":
-        return _times(dp_size, divided(total, global_batch_size, num_seqs))
+        return _multiplied(dp_size, divided(total, global_batch_size, num_seqs))
 
     width = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
     check_loss_scale_factor(width)
     if norm_semantics == "sum":
         return total / width
-    return _times(dp_size, divided(total, global_batch_size, num_seqs) / width)
+    return _multiplied(dp_size, divided(total, global_batch_size, num_seqs) / width)
 
 
 def _refusal(loss_agg_mode: Any) -> str:
@@ -131,5 +131,5 @@ def _refusal(loss_agg_mode: Any) -> str:
     )
 
 
-def _times(dp_size: int, value: Tensor) -> Tensor:
+def _multiplied(dp_size: int, value: Tensor) -> Tensor:
     return value if dp_size == 1 else value * dp_size  # a factor of 1 is two operators for nothing

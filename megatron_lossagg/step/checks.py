@@ -273,7 +273,7 @@ def _check_weight_sums(
     contract = context.contract
     for index, expected in enumerate(plan.expected_weight_sums().tolist()):
         if math.isnan(expected):  # a registered mode without one; whole masks are on all C ranks
-            expected = sums.planned[index] / context.plan_copies
+            expected = sums.planned[index] / context.mask_copies
         found = sums.weights[index] / context.cp_copies
         # Each weight is rounded once (half an epsilon); the sum is float64.
         tolerance = max(run.coarsest_eps, plan.weight_eps, 1e-12) * abs(expected)

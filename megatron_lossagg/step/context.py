@@ -29,7 +29,7 @@ class StepContext:
         coefficients: of the terms, at the step's iteration; () on a rank that runs no step of its
             own and only receives a report.
         cp_copies: on how many context-parallel ranks one token's value is present.
-        plan_copies: on how many of them the plan has each token.
+        mask_copies: on how many of them each token's mask was planned.
         rows_are_sequences: `loss_func` sees whole rows, not those of a context-parallel chunk.
         reports_counts: `report` also tells the counts of the global batch.
         is_deferred: counts are known once gradients are finalized.
@@ -54,7 +54,7 @@ class StepContext:
     main_mask_is_kept: bool
     coefficients: tuple[float, ...]
     cp_copies: int
-    plan_copies: int
+    mask_copies: int
     rows_are_sequences: bool
     reports_counts: bool
     is_deferred: bool

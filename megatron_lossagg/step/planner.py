@@ -186,7 +186,7 @@ class StepPlanner:
             main_mask_is_kept=self._weight_options.keeps_mask,
             coefficients=coefficients,
             cp_copies=cp_copies,
-            plan_copies=1 if settings.options.masks_are_cp_sliced else contract.cp_size,
+            mask_copies=1 if settings.options.masks_are_cp_sliced else contract.cp_size,
             rows_are_sequences=contract.cp_size == 1 or cp_copies > 1,
             reports_counts=settings.options.report_counts,
             is_deferred=settings.is_deferred,

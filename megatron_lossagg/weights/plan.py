@@ -125,10 +125,10 @@ class WeightPlan(StepWeights):
             checksum = weighting.spec.checksum(self.counts_of(weighting.mask_key))
             nan = torch.full_like(self.counts.num_tokens, float("nan"), dtype=torch.float64)
             sums.append(nan if checksum is None else checksum)
-        times = self._times()
-        return torch.stack(sums) if times is None else torch.stack(sums) * times
+        multiplier = self._multiplier()
+        return torch.stack(sums) if multiplier is None else torch.stack(sums) * multiplier
 
-    def _times(self) -> Tensor | None:
+    def _multiplier(self) -> Tensor | None:
         """T where finalize divides by it; it divides by nothing if T is 0."""
         if not self._times_num_tokens:
             return None
@@ -141,13 +141,15 @@ class WeightPlan(StepWeights):
             # Those that an evaluation asks for first are used by training, too.
             with outside_inference_mode():
                 if not self._factors:
-                    times = self._times()
-                    self._factors = [self._factors_of(w, times) for w in self._options.weightings]
+                    multiplier = self._multiplier()
+                    self._factors = [
+                        self._factors_of(w, multiplier) for w in self._options.weightings
+                    ]
                 found = tuple(factors.spread(index) for factors in self._factors)
             self._weights[index] = found
         return found
 
-    def _factors_of(self, weighting: Weighting, times: Tensor | None) -> SequenceWeights:
+    def _factors_of(self, weighting: Weighting, multiplier: Tensor | None) -> SequenceWeights:
         """Of a weighting the weight of a token of each sequence."""
         slot = self.mask_keys.index(weighting.mask_key)
         of_mask = self._local.sequences[slot]
@@ -157,7 +159,7 @@ class WeightPlan(StepWeights):
             weighting.spec,
             self.counts_of(weighting.mask_key),
             unit_of_seq=None if units is None else units.unit_of_seq.to(self._device),
-            times=times,
+            multiplier=multiplier,
             weight_dtype=self._options.weight_dtype,
             device=self._device,
         )

@@ -143,7 +143,7 @@ def sequence_weights(
     counts: GlobalCounts,
     *,
     unit_of_seq: Tensor | None = None,
-    times: Tensor | None = None,
+    multiplier: Tensor | None = None,
     weight_dtype: torch.dtype = torch.float64,
     device: torch.device | None = None,
 ) -> SequenceWeights:
@@ -154,7 +154,7 @@ def sequence_weights(
         spec: the mode and its options.
         counts: counts of the global batch.
         unit_of_seq: int64 [N], in modes with units.
-        times: a number [] to multiply by, for schedules whose finalize divides by it.
+        multiplier: a number [] to multiply by, for schedules whose finalize divides by it.
         weight_dtype: of the result; the arithmetic is float64.
         device: where weights are made; None: where n_s are.
 
@@ -171,8 +171,8 @@ def sequence_weights(
     has_tokens = num_tokens > 0
     # A factor of a sequence without tokens may be anything, also inf.
     factor = torch.where(has_tokens, factor, 0.0)
-    if times is not None:
-        factor = factor * times.to(factor.device)
+    if multiplier is not None:
+        factor = factor * multiplier.to(factor.device)
     # After the cast, which may round to 0.
     values = mark_zeros(factor.to(weight_dtype), has_tokens)
     # On the CPU a value can be looked at without waiting for anything.

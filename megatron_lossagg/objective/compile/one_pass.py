@@ -102,10 +102,12 @@ class OnePass:
             self._term(index, output, is_needed, microbatch, weights, rows_are_sequences)
             for index in range(len(coefficients))
         ]
-        parts = [_times(c, term.partial_sum) for c, term in zip(coefficients, terms, strict=True)]
+        parts = [
+            _multiplied(c, term.partial_sum) for c, term in zip(coefficients, terms, strict=True)
+        ]
         total = torch.stack(parts).sum()
         gradients = [
-            [_times(c, gradient) for gradient in term.gradients]
+            [_multiplied(c, gradient) for gradient in term.gradients]
             for c, term in zip(coefficients, terms, strict=True)
         ]
         of_total = [sum(of_terms[1:], of_terms[0]) for of_terms in zip(*gradients, strict=True)]
@@ -171,7 +173,7 @@ class _Term(NamedTuple):
     depends: bool
 
 
-def _times(coefficient: Tensor, value: Tensor) -> Tensor:
+def _multiplied(coefficient: Tensor, value: Tensor) -> Tensor:
     """Their product in the value's dtype; 0 if the coefficient is, even where the value is NaN."""
     coefficient = coefficient.to(value.dtype).view(())
     return torch.where(coefficient != 0, value * coefficient, torch.zeros_like(value))

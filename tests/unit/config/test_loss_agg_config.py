@@ -198,3 +198,30 @@ def test_flags_written_as_text(flag):
                 model_config=model_config(),
                 **{flag: text},
             )
+
+
+WRITTEN_BY_0_1_0 = """
+loss_agg_mode: token-mean
+loss_scale_factor: null
+norm_semantics: sum
+sequence_count: valid
+cp_gradient: local
+returns: auto
+weights_key: loss_weights
+weight_dtype: float32
+masks_are_cp_sliced: false
+contract: detect
+denominators: counted
+report_counts: false
+compile: false
+terms: []
+"""
+
+
+def test_files_of_the_first_release_load(tmp_path, recwarn):
+    """What `to_yaml` of 0.1.0 wrote, every default spelled out: the same options, no warning."""
+    config = LossAggConfig.from_yaml(yaml_file(tmp_path, WRITTEN_BY_0_1_0))
+    assert config.main_spec == LossAggConfig(loss_agg_mode="token-mean").main_spec
+    assert config.torch_weight_dtype is torch.float32
+    LossAggregator.from_config(lambda output, microbatch: output, config)
+    assert not recwarn.list
