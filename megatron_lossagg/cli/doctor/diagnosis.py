@@ -10,24 +10,35 @@ from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.modes import ModeSpec
 from megatron_lossagg.schedule.contract import ScheduleContract
+from megatron_lossagg.schedule.factors import Regime
+from megatron_lossagg.schedule.named_factors import NamedFactor, factors_carried, factors_met
 
-_SCHEDULE = "forward_step_calc_loss, megatron.core.pipeline_parallel.schedules"
-_DDP = "DistributedDataParallel, megatron.core.distributed"
-_FINALIZE = "finalize_model_grads, megatron.core.distributed"
+_SCHEDULE = "forward_step_calc_loss of pipeline_parallel.schedules"
+_DDP = "DistributedDataParallel of distributed"
+# Of each factor by its name: where in megatron.core it comes from, or what it undoes.
+_ORIGINS = {
+    "schedule_cp_factor": _SCHEDULE,
+    "returned_num_tokens": f"{_SCHEDULE}; n is returned as 1",
+    "microbatch_mean": _SCHEDULE,
+    "global_num_tokens": "finalize_model_grads of distributed: over the sum of returned tokens",
+    "host_factor": "the host",
+    "weights_carry_num_tokens": "undoes 1/T of finalize",
+    "undo_microbatch_mean": "undoes 1/M of the schedule",
+    "undo_rank_mean": "undoes the mean of DDP",
+    "undo_schedule_cp": "undoes C of the schedule",
+    "undo_cp_gather": "undoes the sum in the backward of the gather",
+    "undo_host": "undoes the host's factor",
+}
+_DDP_ORIGINS = {
+    False: f"{_DDP}: a mean over D x C ranks",
+    True: f"{_DDP}: a sum over D x C ranks with the flag on",
+}
 
 
 @dataclass(frozen=True)
-class Factor:
-    """One number that multiplies a loss or its gradient.
+class Factor(NamedFactor):
+    """A `NamedFactor` with where it comes from, or what it is for."""
 
-    Attributes:
-        symbol: as in the documentation, such as "1/M".
-        value: the number; None if it depends on the data and is not known.
-        origin: where it comes from, or what it is for.
-    """
-
-    symbol: str
-    value: float | None
     origin: str
 
 
@@ -105,60 +116,31 @@ def diagnose(
         contract,
         num_microbatches,
         _RETURNS[contract.regime],
-        _megatron(contract, num_microbatches, num_tokens),
-        _plugin(contract, num_microbatches, num_tokens),
+        _with_origins(contract, factors_met(contract, num_microbatches, num_tokens)),
+        _with_origins(contract, factors_carried(contract, num_microbatches, num_tokens)),
         checksum,
         _mistakes(contract, num_microbatches),
     )
 
 
 _RETURNS = {
-    "R1": "(loss, report)",
-    "R2": "(loss, 1, report)",
-    "R3": "(loss, number of valid tokens, report)",
-    "R4": "(loss, report)",
+    Regime.R1: "(loss, report)",
+    Regime.R2: "(loss, 1, report)",
+    Regime.R3: "(loss, number of valid tokens, report)",
+    Regime.R4: "(loss, report)",
 }
 
 
-def _megatron(c: ScheduleContract, m: int, num_tokens: int | None) -> tuple[Factor, ...]:
-    factors = []
-    if c.regime != "R3":
-        if c.schedule_multiplies_by_cp:
-            factors.append(Factor("C", c.cp_size, _SCHEDULE))
-        if c.regime == "R2":
-            factors.append(Factor("1/n", 1.0, f"{_SCHEDULE}; n is returned as 1"))
-        factors.append(Factor("1/M", 1 / m, _SCHEDULE))
-    if c.ddp_factor == 1:
-        factors.append(Factor("1", 1.0, f"{_DDP}: a sum over D x C ranks with the flag on"))
-    else:
-        factors.append(Factor("1/(D C)", c.ddp_factor, f"{_DDP}: a mean over D x C ranks"))
-    if c.regime == "R3":
-        value = None if num_tokens is None else 1 / max(1, num_tokens)
-        factors.append(Factor("1/T", value, f"{_FINALIZE}: over the sum of returned tokens"))
-    return tuple(factors)
-
-
-def _plugin(c: ScheduleContract, m: int, num_tokens: int | None) -> tuple[Factor, ...]:
-    factors = []
-    if c.regime == "R3":
-        value = None if num_tokens is None else float(num_tokens)
-        factors.append(Factor("T", value, "carried by the weights; undoes 1/T of finalize"))
-    else:
-        factors.append(Factor("M", float(m), "undoes 1/M of the schedule"))
-        if c.ddp_factor != 1:
-            factors.append(Factor("D C", float(c.dp_size * c.cp_size), "undoes the mean of DDP"))
-        if c.schedule_multiplies_by_cp:
-            factors.append(Factor("1/C", 1 / c.cp_size, "undoes C of the schedule"))
-    if c.undo_cp_gather != 1:
-        factors.append(
-            Factor("1/C", c.undo_cp_gather, "undoes the sum in the backward of the gather")
-        )
-    return tuple(factors)
+def _with_origins(
+    contract: ScheduleContract, factors: tuple[NamedFactor, ...]
+) -> tuple[Factor, ...]:
+    origins = {**_ORIGINS, "ddp_factor": _DDP_ORIGINS[contract.regime.uses_per_token_flag]}
+    return tuple(Factor(f.name, f.symbol, f.value, origins[f.name]) for f in factors)
 
 
 def _mistakes(c: ScheduleContract, m: int) -> tuple[Mistake, ...]:
     found = []
-    if c.regime == "R3":
+    if c.regime.divides_by_num_tokens:
         found.append(
             Mistake(
                 "return (S, n) though S has its own denominator",
@@ -177,7 +159,7 @@ def _mistakes(c: ScheduleContract, m: int) -> tuple[Mistake, ...]:
         factor = Fraction(c.loss_factor(m)).limit_denominator(10**9)
         found.append(Mistake("return S as it is", 1 / factor, "Adam and gradient clipping hide it"))
         found.append(Mistake("forget M", Fraction(1, m), "the step changes with the batch's split"))
-        if c.ddp_factor != 1:
+        if not c.regime.uses_per_token_flag:
             found.append(
                 Mistake("forget D", Fraction(1, c.dp_size), "the step shrinks with every GPU added")
             )
@@ -189,7 +171,7 @@ def _mistakes(c: ScheduleContract, m: int) -> tuple[Mistake, ...]:
                     "the step grows with the context-parallel size",
                 )
             )
-        if c.regime == "R1":
+        if c.regime is Regime.R1:
             found.append(
                 Mistake(
                     "have calculate_per_token_loss turned on by someone",
