@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lossagg import groups
+from megatron_lossagg.groups import all_reduce_max, all_reduce_sum
 from megatron_lossagg.log_probs.shard import LogitsShard, bits_to_keep, check_tokens, split_like
 
 
@@ -177,14 +177,14 @@ class _FromLogits(torch.autograd.Function):
         # A part of nothing but -inf has the softmax NaN; a sampler's mask does that to most parts.
         is_empty = local_max == -torch.inf
         global_max = local_max.clone()
-        groups.all_reduce_max(global_max, shard.group)
+        all_reduce_max(global_max, shard.group)
         sum_exp = (local_max - global_max).exp() / max_p.masked_fill(is_empty, 1)
         offset = (local_max - global_max).masked_fill(is_empty, 0)
         summands = [target.masked_fill(~inside, 0), sum_exp]
         if with_entropy:
             summands.append(sum_exp * (mean + offset))
         sums = torch.stack(summands)
-        groups.all_reduce_sum(sums, shard.group)
+        all_reduce_sum(sums, shard.group)
         log_sum_exp = sums[1].log()
         is_label = (labels >= 0) & (labels < shard.vocab_size)
         log_probs = (sums[0] - global_max - log_sum_exp).masked_fill_(~is_label, torch.nan)
