@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.modes import check_loss_scale_factor, check_norm_semantics, get_mode
+from megatron_lossagg.modes.options import check_loss_scale_factor, check_norm_semantics
+from megatron_lossagg.modes.registry import get_mode
 from megatron_lossagg.plain_tensors import check_plain_tensor
 from megatron_lossagg.row_means import divided, mean_of_row_means, num_tokens_of_rows
 from megatron_lossagg.weighted_sum import where_nonzero

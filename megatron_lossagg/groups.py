@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -118,47 +119,47 @@ class ParallelGroups:
         """Whether there is any process group, as in every job of Megatron."""
         return any(g is not None for g in (self.dp, self.cp, self.dp_cp, self.pp, self.tp))
 
-    @property
+    @cached_property
     def dp_size(self) -> int:
         """D, the number of ranks that hold different data."""
         return _size(self.dp)
 
-    @property
+    @cached_property
     def cp_size(self) -> int:
         """C, the context-parallel size."""
         return _size(self.cp)
 
-    @property
+    @cached_property
     def dp_cp_size(self) -> int:
         """D * C, the ranks DDP reduces over."""
         return _size(self.dp_cp)
 
-    @property
+    @cached_property
     def pp_size(self) -> int:
         """Number of pipeline ranks."""
         return _size(self.pp)
 
-    @property
+    @cached_property
     def tp_size(self) -> int:
         """Number of tensor-parallel ranks."""
         return _size(self.tp)
 
-    @property
+    @cached_property
     def cp_rank(self) -> int:
         """This rank's place in `cp`."""
         return _rank(self.cp)
 
-    @property
+    @cached_property
     def tp_rank(self) -> int:
         """This rank's place in `tp`."""
         return _rank(self.tp)
 
-    @property
+    @cached_property
     def pp_rank(self) -> int:
         """This rank's place in `pp`."""
         return _rank(self.pp)
 
-    @property
+    @cached_property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last pipeline stage, where the loss is computed."""
         return _rank(self.pp) == self.pp_size - 1

@@ -8,10 +8,9 @@ import textwrap
 import typer
 
 from megatron_lossagg.config.presets import PRESETS, REFUSED
-from megatron_lossagg.modes import AggregationMode, get_mode, mode_names, registered_names
 from megatron_lossagg.modes.length_power import MAX_EXPONENT, PREFIX, formula_of
-from megatron_lossagg.modes.registry import registered_by
-from megatron_lossagg.modes.table import Formula
+from megatron_lossagg.modes.registry import get_mode, mode_names, registered_by, registered_names
+from megatron_lossagg.modes.table import AggregationMode, Formula
 
 _INDENT = "    "
 _SYMBOLS = (

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megatron_lossagg.modes import get_mode
 from megatron_lossagg.modes.options import OPTION_NAMES
+from megatron_lossagg.modes.registry import get_mode
 from megatron_lossagg.modes.unread import BY_MODE
 
 _NORM_MODE = "seq-mean-token-sum-norm"

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lossagg.modes import ModeOptions, ModeSpec
+from megatron_lossagg.modes.options import ModeOptions
+from megatron_lossagg.modes.spec import ModeSpec
 from megatron_lossagg.objective.terms import LossTerm, TermFn
 from megatron_lossagg.typed_fields import read_dataclass
 

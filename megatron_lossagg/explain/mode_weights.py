@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.explain.rollouts import Rollouts
-from megatron_lossagg.modes import ModeSpec, get_mode, mode_names, registered_names
+from megatron_lossagg.modes.registry import get_mode, mode_names, registered_names
+from megatron_lossagg.modes.spec import ModeSpec
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lossagg import groups
+from megatron_lossagg.groups import all_reduce_max, all_reduce_sum
 from megatron_lossagg.log_probs.shard import LogitsShard, bits_to_keep, split_like
 
 
@@ -106,14 +106,14 @@ def join_parts(
     """
     is_empty = part.max == -torch.inf  # has the softmax NaN
     global_max = part.max.clone()
-    groups.all_reduce_max(global_max, shard.group)
+    all_reduce_max(global_max, shard.group)
     sum_exp = (part.max - global_max).exp() / part.max_p.masked_fill(is_empty, 1)
     offset = (part.max - global_max).masked_fill(is_empty, 0)
     summands = [label_logits, sum_exp]
     if with_entropy:
         summands.append(sum_exp * (part.mean + offset))
     sums = torch.stack(summands)
-    groups.all_reduce_sum(sums, shard.group)
+    all_reduce_sum(sums, shard.group)
     log_sum_exp = sums[1].log()
     is_label = (labels >= 0) & (labels < shard.vocab_size)
     log_probs = (sums[0] - global_max - log_sum_exp).masked_fill_(~is_label, torch.nan)

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lossagg.modes import ModeOptions, ModeSpec
+from megatron_lossagg.modes.options import ModeOptions
+from megatron_lossagg.modes.spec import ModeSpec
 from megatron_lossagg.modes.unread import warn_of_unread
 from megatron_lossagg.weights.weighting import MAIN_MASK, Weighting
 

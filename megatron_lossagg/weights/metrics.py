@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.counts.global_counts import GlobalCounts
-from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.modes.spec import ModeSpec
 
 EXTREMES = ("min", "max")
 

@@ -13,8 +13,8 @@ from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.counts.sequences import Sequences
 from megatron_lossagg.counts.units import LocalUnits
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.modes import ModeOptions, ModeSpec
-from megatron_lossagg.modes.options import OPTION_NAMES
+from megatron_lossagg.modes.options import OPTION_NAMES, ModeOptions
+from megatron_lossagg.modes.spec import ModeSpec
 from megatron_lossagg.modes.unread import warn_of_unread
 from megatron_lossagg.weights.marks import mark_zeros
 

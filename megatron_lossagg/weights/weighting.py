@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.modes.spec import ModeSpec
 
 # Its valid tokens are what Megatron counts under `calculate_per_token_loss`.
 MAIN_MASK = "loss_mask"

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_lossagg.config.loss_agg_config import LossAggConfig
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
-from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.modes.spec import ModeSpec
 from megatron_lossagg.testing.layout.layout import Layout
 from megatron_lossagg.typed_fields import read_dataclass, read_value
 

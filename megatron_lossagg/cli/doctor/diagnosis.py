@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.groups import ParallelGroups
-from megatron_lossagg.modes import ModeSpec
+from megatron_lossagg.modes.spec import ModeSpec
 from megatron_lossagg.schedule.contract import ScheduleContract
 from megatron_lossagg.schedule.factors import Regime
 from megatron_lossagg.schedule.named_factors import NamedFactor, factors_carried, factors_met
