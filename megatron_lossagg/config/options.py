@@ -5,18 +5,35 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_lossagg.modes.options import ModeOptions
-from megatron_lossagg.schedule.contract import check_options
+from megatron_lossagg.schedule.options import ContractSource, CPGradient, Denominators, Returns
 from megatron_lossagg.typed_fields import check_flags
 from megatron_lossagg.weights.microbatch import check_weights_key
 from megatron_lossagg.weights.token_weights import WEIGHT_DTYPES, check_weight_dtype
+from megatron_lossagg.words import Word, read_option
 
 T = TypeVar("T")
-CHECKS = ("required", "skipped")
+
+
+class Checks(Word):
+    """Whether `Step.validate` runs on every wrapped step."""
+
+    REQUIRED = "required"
+    SKIPPED = "skipped"
+
+
+_WORDS: dict[str, type[Word]] = {
+    "cp_gradient": CPGradient,
+    "returns": Returns,
+    "contract": ContractSource,
+    "denominators": Denominators,
+    "checks": Checks,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +95,8 @@ class LossAggOptions(ModeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_options(
-            returns=self.returns,
-            cp_gradient=self.cp_gradient,
-            contract=self.contract,
-            denominators=self.denominators,
-        )
-        if self.checks not in CHECKS:
-            raise ValueError(
-                f"checks={self.checks!r} does not exist; expected one of {', '.join(CHECKS)}."
-            )
+        for name, words in _WORDS.items():
+            object.__setattr__(self, name, read_option(words, name, getattr(self, name)))
         check_weights_key(self.weights_key)
         check_flags(
             masks_are_cp_sliced=self.masks_are_cp_sliced,
@@ -118,9 +127,9 @@ class LossAggOptions(ModeOptions):
         return cls(**keywords)
 
     def aggregator_arguments(self) -> dict[str, Any]:
-        """The options by name, as `LossAggregator` takes them."""
+        """The options by name as plain values, as `LossAggregator` takes them."""
         values = {name: getattr(self, name) for name in option_names()}
-        return {**values, **self.mode_options}
+        return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
 
     @property
     def torch_weight_dtype(self) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,21 +133,21 @@ class PendingCounts:
         self.wait()
         return int(self._vector[_RANKS])
 
-    def check(self, identity: Mapping[str, str] | None = None) -> None:
+    def check(self, identity: Callable[[], Mapping[str, str]] | None = None) -> None:
         """Raise LossAggError if ranks were configured differently or a mask held other values.
 
         Reads the vector on the host, so it waits for the device. Only where fingerprints differ,
         which every rank of the group then knows: an all-gather of `identity` over that group.
 
         Args:
-            identity: the options of this rank, of which its fingerprint was made.
+            identity: gives the options of this rank, of which its fingerprint was made.
         """
         self.wait()
         header = self._vector[:_HEADER].tolist()
         if header[_FINGERPRINT_SQUARED] * header[_RANKS] != header[_FINGERPRINT] ** 2:
             how = "tensor-parallel rank 0 says in what"
             if identity is not None and self._group is not None:
-                how = describe_differences(identity, self._group)
+                how = describe_differences(identity(), self._group)
             raise LossAggError(
                 f"The data-parallel ranks were configured differently: {how}. Their weights would "
                 "not belong to one objective. Build LossAggregator with the same arguments on "

@@ -53,9 +53,10 @@ class Regime(Word):
 
 def regime_of(returns: str, per_token: bool) -> Regime:
     """The regime by what `loss_func` returns (see `Returns`) and by `calculate_per_token_loss`."""
-    if returns == Returns.AUTO:
+    kind = returns if isinstance(returns, Returns) else read_option(Returns, "returns", returns)
+    if kind is Returns.AUTO:
         return Regime.R3 if per_token else Regime.R1
-    if returns == Returns.LOSS:
+    if kind is Returns.LOSS:
         return Regime.R4 if per_token else Regime.R1
     return Regime.R3 if per_token else Regime.R2
 
@@ -88,9 +89,11 @@ class ScheduleFactors:
     host_factor: Fraction | int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "regime", read_option(Regime, "regime", self.regime))
-        convention = read_option(CPGradient, "cp_gradient", self.cp_gradient)
-        object.__setattr__(self, "cp_gradient", convention)
+        if not isinstance(self.regime, Regime):
+            object.__setattr__(self, "regime", read_option(Regime, "regime", self.regime))
+        if not isinstance(self.cp_gradient, CPGradient):
+            convention = read_option(CPGradient, "cp_gradient", self.cp_gradient)
+            object.__setattr__(self, "cp_gradient", convention)
         if not isinstance(self.host_factor, Rational) or self.host_factor <= 0:
             raise ValueError(
                 f"host_factor must be a positive Fraction or int, got {self.host_factor!r} of type "

@@ -158,5 +158,5 @@ def sum_over_ranks(plan: StepWeights | None, groups: ParallelGroups) -> PendingC
             "ranks counted their microbatches. Every rank of the last pipeline stage (with tensor "
             "parallelism: its rank 0) gets its data through aggregator.wrap(...)."
         )
-    pending.check(None if plan is None else plan.identity())
+    pending.check(None if plan is None else plan.identity)
     return pending

@@ -122,9 +122,11 @@ class WeightPlan(StepWeights):
         """
         sums = []
         for weighting in self._options.weightings:
-            checksum = weighting.spec.checksum(self.counts_of(weighting.mask_key))
-            nan = torch.full_like(self.counts.num_tokens, float("nan"), dtype=torch.float64)
-            sums.append(nan if checksum is None else checksum)
+            counts = self.counts_of(weighting.mask_key)
+            checksum = weighting.spec.checksum(counts)
+            if checksum is None:
+                checksum = torch.full_like(counts.num_tokens, torch.nan, dtype=torch.float64)
+            sums.append(checksum)
         multiplier = self._multiplier()
         return torch.stack(sums) if multiplier is None else torch.stack(sums) * multiplier
 

@@ -176,7 +176,7 @@ class StepWeights(ABC):
         they exchange their options over it.
         """
         if self._pending is not None:
-            self._pending.check(self.identity())
+            self._pending.check(self.identity)
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:
