@@ -62,6 +62,38 @@ def read_dataclass(cls: type[T], values: Any, where: str = "") -> T:
     )
 
 
+def set_option(values: dict[str, Any], dotted: str, value: Any) -> None:
+    """Override one option of a mapping that `read_dataclass` is to read, in place.
+
+    Args:
+        values: the mapping; sections that are missing are made.
+        dotted: the option's place, such as "optimizer.lr"; an entry of a list of mappings is
+            addressed by its name, as in "loss_agg.terms.kl.coefficient".
+        value: what to put there.
+
+    Raises:
+        ValueError: a section on the way is neither a mapping nor a list with such an entry.
+    """
+    *sections, key = dotted.split(".")
+    target: Any = values
+    for section in sections:
+        if isinstance(target, list):
+            names = [entry.get("name") for entry in target if isinstance(entry, dict)]
+            if section not in names:
+                raise ValueError(
+                    f"Cannot set {dotted}: there is no {section} there, only "
+                    f"{', '.join(map(str, names))}. Add it where these are written."
+                )
+            target = target[names.index(section)]
+        else:
+            target = target.setdefault(section, {})
+        if not isinstance(target, dict | list):
+            raise ValueError(f"Cannot set {dotted}: {section} is no section.")
+    if not isinstance(target, dict):
+        raise ValueError(f"Cannot set {dotted}: name the entry of {sections[-1]} and its option.")
+    target[key] = value
+
+
 def check_keys(values: Any, known: Iterable[str], where: str = "") -> None:
     """Raise ValueError unless `values` is a mapping that has no other keys than the known ones."""
     if not isinstance(values, Mapping):

@@ -10,7 +10,7 @@ import yaml
 
 from grpo.config import WEIGHTS_KEY, TrainingConfig
 from grpo.terms import POLICY
-from megatron_lossagg.config import read_dataclass
+from megatron_lossagg.config import read_dataclass, set_option
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
@@ -30,7 +30,7 @@ def load_config(
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a mapping of options, got {type(values).__name__}.")
     for dotted, value in (overrides or {}).items():
-        _set(values, dotted, value, path)
+        _override(values, dotted, value, path)
     if isinstance(values.get("loss_agg"), dict):
         values["loss_agg"] = {"weights_key": WEIGHTS_KEY, **values["loss_agg"]}
     try:
@@ -39,32 +39,16 @@ def load_config(
         raise ValueError(f"{path}{' with overrides' if overrides else ''}: {error}") from error
 
 
-def _set(values: dict[str, Any], dotted: str, value: Any, path: str | Path) -> None:
+def _override(values: dict[str, Any], dotted: str, value: Any, path: str | Path) -> None:
     """Set one option; an entry of a list is addressed by its name, as in loss_agg.terms.kl."""
-    *sections, key = dotted.split(".")
     loss_agg = values.get("loss_agg")
-    if sections == ["loss_agg", "terms", POLICY] and isinstance(loss_agg, dict):
-        if "terms" not in loss_agg:  # one mode, or a preset, is that of the policy term
-            sections = ["loss_agg"]
-    target: Any = values
-    for section in sections:
-        if isinstance(target, list):
-            names = [entry.get("name") for entry in target if isinstance(entry, dict)]
-            if section not in names:
-                raise ValueError(
-                    f"Cannot set {dotted}: there is no {section} in {path}, only "
-                    f"{', '.join(map(str, names))}. Add it to a copy of that file (--config)."
-                )
-            target = target[names.index(section)]
-            continue
-        if section == "terms" and section not in target:
+    if isinstance(loss_agg, dict) and "terms" not in loss_agg:
+        of_policy = f"loss_agg.terms.{POLICY}."
+        if dotted.startswith(of_policy):  # one mode, or a preset, is that of the policy term
+            dotted = dotted.replace(of_policy, "loss_agg.")
+        elif dotted.startswith("loss_agg.terms."):
             raise ValueError(
                 f"Cannot set {dotted}: {path} has no terms, so the policy loss is the only one. "
                 "Write a list under loss_agg.terms in a copy of that file (--config)."
             )
-        target = target.setdefault(section, {})
-        if not isinstance(target, dict | list):
-            raise ValueError(f"Cannot set {dotted}: {section} is no section in {path}.")
-    if not isinstance(target, dict):
-        raise ValueError(f"Cannot set {dotted}: name the entry of {sections[-1]} and its option.")
-    target[key] = value
+    set_option(values, dotted, value)

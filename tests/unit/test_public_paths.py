@@ -22,7 +22,7 @@ PUBLIC = {
     "megatron_lossagg.agg_loss": "agg_loss",
     "megatron_lossagg.aggregator": "LossAggregator",
     "megatron_lossagg.cli": "main",
-    "megatron_lossagg.config": "LossAggConfig read_dataclass",
+    "megatron_lossagg.config": "LossAggConfig read_dataclass set_option",
     "megatron_lossagg.counts": """
         FINGERPRINT_BITS GlobalCounts LocalCounts NUM_HELD NUM_MASK_SLOTS PendingCounts
         VECTOR_LENGTH check_given_counts count_global_batch count_local held_counts held_place

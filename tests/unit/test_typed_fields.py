@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megatron_lossagg.testing import Layout
-from megatron_lossagg.typed_fields import check_flags, read_dataclass
+from megatron_lossagg.typed_fields import check_flags, read_dataclass, set_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,3 +141,32 @@ def test_constructors_take_flags_alone(value):
         check_flags(a=True, b=value)
     with pytest.raises(TypeError, match="sequence_parallel must be True or False, got"):
         Layout(tp=2, sequence_parallel=value)
+
+
+def test_options_are_set_by_their_dotted_place():
+    """Sections that are missing are made; an entry of a list is addressed by its name."""
+    values = {"terms": [{"name": "a"}, {"name": "b", "size": {"x": 1}}]}
+    set_option(values, "optimizer.lr", "1e-3")
+    set_option(values, "terms.b.size.x", 2)
+    set_option(values, "steps", 5)
+    assert values == {
+        "terms": [{"name": "a"}, {"name": "b", "size": {"x": 2}}],
+        "optimizer": {"lr": "1e-3"},
+        "steps": 5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("dotted", "message"),
+    [
+        ("terms.c.size", "Cannot set terms.c.size: there is no c there, only a. Add it where"),
+        ("steps.more", "Cannot set steps.more: steps is no section."),
+        ("terms.size", "Cannot set terms.size: name the entry of terms and its option."),
+    ],
+)
+def test_places_that_are_not_there_are_named(dotted, message):
+    """Nothing is set then."""
+    values = {"terms": [{"name": "a"}], "steps": 3}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        set_option(values, dotted, 1)
+    assert values == {"terms": [{"name": "a"}], "steps": 3}
