@@ -43,6 +43,11 @@ class HostSide:
             self._finalizer.watch(self.model_config)
 
     @property
+    def settings(self) -> Settings:
+        """What it was built with."""
+        return self._settings
+
+    @property
     def model_config(self) -> Any:
         """The model's `TransformerConfig`. Raises LossAggError while it is not known."""
         return self._settings.model_config

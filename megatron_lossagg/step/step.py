@@ -33,6 +33,8 @@ class Step:
     """A planned step. Made by `LossAggregator.begin_step`.
 
     Attributes:
+        context: what holds for it besides its weights.
+        plan: counts and weights of this rank's microbatches; None on a rank without data.
         num_microbatches: M, what the schedule must be called with on this rank.
         is_counted: whether its counts are known, or under way; deferred ones are not at first.
     """
@@ -46,8 +48,8 @@ class Step:
         known_counts: Mapping[str, GlobalCounts] | None = None,
         begins: Callable[[Step], None] | None = None,
     ) -> None:
-        self._context = context
-        self._plan = plan
+        self.context = context
+        self.plan = plan
         self._microbatches = microbatches
         self._known_counts = known_counts
         self._begins = begins
@@ -57,17 +59,12 @@ class Step:
         self.is_counted = not context.is_deferred
 
     @property
-    def plan(self) -> StepWeights | None:
-        """Counts and weights of this rank's microbatches; None on a rank without data."""
-        return self._plan
-
-    @property
     def counts(self) -> GlobalCounts:
         """Counts of the global batch. Raises LossAggError on a rank that cannot know them."""
-        if self._plan is not None:
-            return self._plan.counts
+        if self.plan is not None:
+            return self.plan.counts
         if self._known_counts is not None:
-            first = self._context.objective.mask_keys[0]
+            first = self.context.objective.mask_keys[0]
             return self._known_counts.get(MAIN_MASK) or self._known_counts[first]
         raise LossAggError(
             "This rank was given no microbatches, so it takes part in no count. Read counts on a "
@@ -83,10 +80,10 @@ class Step:
         """
         if self._reported_empty is not None:
             return self._reported_empty
-        objective, coefficients = self._context.objective, self._context.coefficients
+        objective, coefficients = self.context.objective, self.context.coefficients
         by_mask = self._known_counts
-        if self._plan is not None and self._plan.counts_are_known:
-            by_mask = {key: self._plan.counts_of(key) for key in objective.mask_keys}
+        if self.plan is not None and self.plan.counts_are_known:
+            by_mask = {key: self.plan.counts_of(key) for key in objective.mask_keys}
         if by_mask is not None:
             return int(num_trained_tokens(objective, coefficients, by_mask)) == 0
         raise LossAggError(
@@ -102,12 +99,12 @@ class Step:
     @property
     def computes_loss(self) -> bool:
         """Whether `loss_func` runs on this rank once per microbatch, in Python."""
-        return self._context.groups.is_last_stage and self._context.counts_loss_calls
+        return self.context.groups.is_last_stage and self.context.counts_loss_calls
 
     @property
     def is_forward_only(self) -> bool:
         """Whether the step is evaluated and never trained on."""
-        return self._context.forward_only
+        return self.context.forward_only
 
     @property
     def num_loss_calls(self) -> int:
@@ -130,14 +127,14 @@ class Step:
         self._pass = SchedulePass()
         if self._begins is not None:
             self._begins(self)
-        if self._plan is None:
+        if self.plan is None:
             return [None] * num_chunks
         return [self._iterate(self._pass.add_iterator()) for _ in range(num_chunks)]
 
     def with_weights(self, microbatch: Microbatch, index: int) -> dict[str, Any]:
         """A shallow copy of microbatch `index` with its weights, on a rank with data."""
-        assert self._plan is not None
-        return self._plan.with_weights(microbatch, index)
+        assert self.plan is not None
+        return self.plan.with_weights(microbatch, index)
 
     def add_iterator(self) -> TakenCount:
         """Register one more iterator of a stream; it counts there what it hands out."""
@@ -180,7 +177,7 @@ class Step:
             a copy that the schedule's in-place rescaling does not reach: {"loss": [numerator,
             denominator]}, to be summed by `report` or Megatron-LM's train_step.
         """
-        context, contract = self._context, self._context.contract
+        context, contract = self.context, self.context.contract
         if context.divides_later or context.forward_only:
             check_gradients_are_wanted(context)
         weights = [weights_of(microbatch, key) for key in context.weights_keys]
@@ -189,7 +186,7 @@ class Step:
         )
         run = self._running_pass()
         run.add_loss_call(weights)
-        if self._plan is None:
+        if self.plan is None:
             run.see_tokens(num_trained_tokens_seen(weights, context))
         num_tokens = None
         if contract.regime is Regime.R3 or context.pairs_by_tokens:
@@ -225,7 +222,7 @@ class Step:
     @property
     def metric_divisors(self) -> Tensor | None:
         """What sums of metrics are divided by; None where it is not known, or there are none."""
-        return None if self._plan is None else self._plan.metric_divisors
+        return None if self.plan is None else self.plan.metric_divisors
 
     def divide_reports(self, gradient_factor: float, divisors: Tensor | None) -> None:
         """Divide what `loss_func` reported by counts that came with final gradients, in place.
@@ -238,7 +235,7 @@ class Step:
         for report in self._pass.reports:
             report.multiply_values(gradient_factor)
             if divisors is not None:
-                report.divide_metrics(divisors, self._context.share)
+                report.divide_metrics(divisors, self.context.share)
 
     def validate(self, num_tokens: Tensor | None = None) -> None:
         """Check the last run of the schedule: one all-reduce over dp x cp, on the last stage only.
@@ -260,9 +257,9 @@ class Step:
         if run.is_validated:
             num_tokens = None  # it belongs to a run of another step
         run.is_validated = True
-        sums = check_pass(run, self._plan, self._context, num_tokens)
+        sums = check_pass(run, self.plan, self.context, num_tokens)
         if sums is not None:
-            complete_reports(run.reports, sums.num_tokens, self._context)
+            complete_reports(run.reports, sums.num_tokens, self.context)
 
     def report(
         self,
@@ -281,14 +278,14 @@ class Step:
             (T/B) and masked_fraction (1 - T / positions of the masks). A minimum or maximum over no
             token is NaN. {} on earlier stages with `broadcast_over_pipeline=False`.
         """
-        context, problem = self._context, None
+        context, problem = self.context, None
         is_to_count = not self.is_counted and not context.divides_later
         if is_to_count and context.groups.is_last_stage:
-            problem = count_evaluation(self._plan, context.groups)
+            problem = count_evaluation(self.plan, context.groups)
             self.is_counted = problem is None
         found = step_report(
             forward_data_store,
-            self._plan,
+            self.plan,
             self._pass,
             context,
             problem=problem,

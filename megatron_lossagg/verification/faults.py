@@ -41,7 +41,7 @@ def _mean_of_means() -> Any:
             own,
             weight_dtype=self._options.weight_dtype,
         ).spread(index)
-        share = len(self) * int(self._pending._vector[0])  # type: ignore[union-attr]
+        share = len(self) * self._pending.num_ranks  # type: ignore[union-attr]
         scale = self.counts.num_tokens if self._times_num_tokens else 1
         return (own_weights / share * scale,)
 

@@ -70,7 +70,7 @@ def values_and_gradient(made, microbatch, iteration=1, output_of=None):
 
 def remaining(made):
     """The names of what is compiled and has not failed."""
-    return [type(compiled).__name__ for compiled in made._settings.evaluate.remaining]
+    return [type(compiled).__name__ for compiled in made.settings.evaluate.remaining]
 
 
 BOTH = ["OnePass", "TwoPasses"]

@@ -78,7 +78,7 @@ def step_of(regime, mask, *, mode="token-mean", compile=False):
     units = {"unit_ids": torch.tensor([0, 1])} if "unit" in mode else {}
     microbatch = make_microbatch([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], mask, **units)
     step = aggregator.begin_step([microbatch], num_units=2 if units else None)
-    assert step._context.contract.regime == regime
+    assert step.context.contract.regime == regime
     return step
 
 
@@ -247,7 +247,7 @@ def test_loss_func_is_one_graph(regime):
     """Dynamo traces the terms, metrics and sums of a microbatch without a graph break."""
     step = step_of(regime, [[1, 1, 0], [1, 0, 0]])
     [microbatch] = step.microbatches
-    context = step._context
+    context = step.context
     weights = [microbatch[key] for key in context.weights_keys]
     explained = torch._dynamo.explain(context.evaluate)(
         microbatch["losses"], microbatch, weights, context.coefficients

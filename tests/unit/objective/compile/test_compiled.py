@@ -207,7 +207,7 @@ def test_memory_that_runs_out_is_no_fault_of_compiling(counter, monkeypatch):
         raise torch.cuda.OutOfMemoryError("full")
 
     with monkeypatch.context() as patched, pytest.raises(torch.cuda.OutOfMemoryError):
-        patched.setattr(made._settings.evaluate.remaining[0], "_with_gradients", out_of_memory)
+        patched.setattr(made.settings.evaluate.remaining[0], "_with_gradients", out_of_memory)
         values_and_gradient(made, microbatch_of(3, 8))
     assert remaining(made) == BOTH
 

@@ -145,7 +145,7 @@ def test_other_outputs_take_two_passes(counter, recwarn, name, output_of, loss_f
     made, plain = make_aggregator(loss_fn=loss_fn, compile=True), make_aggregator(loss_fn=loss_fn)
     assert_same(made, plain, microbatch_of(3, 8, masked=1.0), output_of=output_of)
     calls = []
-    made._settings.evaluate.remaining[0]._with_gradients = lambda *args: calls.append(args)
+    made.settings.evaluate.remaining[0]._with_gradients = lambda *args: calls.append(args)
     assert_same(made, plain, microbatch_of(3, 8, masked=1.0), output_of=output_of)
     assert not calls and remaining(made) == BOTH and counter.frame_count == 1
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
