@@ -241,7 +241,9 @@ def _from_collection():
     found = ParallelGroups.from_megatron(collection)
     without = found == dataclasses.replace(expected, tp_dp_cp=None)
     collection.tp_dp_cp = expected.tp_dp_cp
-    return without and ParallelGroups.from_megatron(collection) == expected, message
+    sizes = found.dp_size, found.cp_size
+    is_whole = ParallelGroups.from_megatron(collection) == expected
+    return without and is_whole and sizes == (2, 2), message
 
 
 def test_batched_p2p_between_two_interleaved_ranks_is_refused(rank_pool):
