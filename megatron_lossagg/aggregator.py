@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_lossagg.config.loss_agg_config import LossAggConfig
 from megatron_lossagg.config.options import LossAggOptions, show_options
 from megatron_lossagg.counts.global_counts import GlobalCounts
-from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import ParallelGroups
 from megatron_lossagg.modes.unread import judged_already
 from megatron_lossagg.objective.compile.compiled import make_evaluation
@@ -20,7 +19,7 @@ from megatron_lossagg.objective.objective import LossFn, make_objective
 from megatron_lossagg.objective.terms import LossTerm, TermFn
 from megatron_lossagg.schedule.model_config import AT_FIRST_STEP, ConfigSource
 from megatron_lossagg.step.host_side import HostSide
-from megatron_lossagg.step.planner import StepPlanner, StepRequest
+from megatron_lossagg.step.planner import StepRequest
 from megatron_lossagg.step.settings import Settings
 from megatron_lossagg.step.step import Step
 from megatron_lossagg.step.stream_options import (
@@ -86,7 +85,6 @@ class LossAggregator(HostSide):
         evaluate = make_evaluation(objective, compile=chosen.compile)
         source = ConfigSource(model_config)
         super().__init__(Settings(chosen, objective, evaluate, source, groups))
-        self._planner = StepPlanner(self._settings)
 
     @classmethod
     def from_config(
@@ -108,6 +106,9 @@ class LossAggregator(HostSide):
             groups: of the constructor.
             prepare: with terms, what the constructor calls `loss_fn`: made once for all of them.
             metrics: of the constructor, without terms.
+
+        Returns:
+            The aggregator.
 
         Raises:
             ValueError: `prepare` without terms, or a term without its function.
@@ -150,8 +151,12 @@ class LossAggregator(HostSide):
                 microbatch); then a second all-reduce of 16 * U bytes runs.
             iteration: the step's number, where a term's coefficient is a schedule.
 
+        Returns:
+            The step, whose counts are under way.
+
         Raises:
-            ValueError, TypeError: microbatches that cannot be counted.
+            ValueError: microbatches that cannot be counted.
+            TypeError: something else than microbatches.
             LossAggError: none where the loss is computed, or a configuration that cannot be
                 honoured.
         """
@@ -232,11 +237,7 @@ class LossAggregator(HostSide):
     def loss_func(
         self, microbatch: Mapping[str, Any], output_tensor: Any, non_loss_data: bool = False
     ) -> Any:
-        """`Step.loss_func` of the step that a wrapped iterator is in. No collective, no host sync.
-
-        Raises:
-            LossAggError: nothing was planned: `wrap` was not called on this rank.
-        """
+        """`Step.loss_func` of the wrapped step that runs. No collective, no host sync."""
         objective = self._settings.objective
         step = self._stream.step_for_loss(
             self._plan_step, reads_iteration=objective.has_coefficient_schedules
@@ -254,21 +255,8 @@ class LossAggregator(HostSide):
         *,
         broadcast_over_pipeline: bool = True,
     ) -> dict[str, float]:
-        """`Step.report` of a wrapped step: an all-reduce over dp x cp, and a broadcast over pp.
-
-        Every rank calls it with what its schedule returned, after the run and before the next one.
-
-        Raises:
-            LossAggError: the loss is computed on this rank, and no step has run.
-        """
-        step = self._stream.active
-        if step is None:
-            if self._settings.current_groups().is_last_stage:
-                raise LossAggError(
-                    "report was called, but no wrapped step has run on this rank, where the loss "
-                    "is computed. Run the schedule first, or use begin_step and step.report."
-                )
-            step = self._received = self._planner.receiver()
+        """`Step.report` of a wrapped step: an all-reduce over dp x cp, and a broadcast over pp."""
+        step = self._stream.active or self._receiver()
         return step.report(forward_data_store, broadcast_over_pipeline=broadcast_over_pipeline)
 
     def _enter_planned(self, step: Step) -> None:

@@ -59,6 +59,9 @@ def one_number_stage(
         first_input: makes [s, b, h], what Megatron's pipeline carries, of the arguments that the
             first stage is called with.
         last_output: makes the model's output of the last stage's [s, b, h].
+
+    Returns:
+        The stage.
     """
     from megatron.core.enums import ModelType
     from megatron.core.transformer.module import MegatronModule

@@ -19,8 +19,16 @@ AnyWord = TypeVar("AnyWord", bound=Word)
 def read_option(words: type[AnyWord], name: str, value: Any) -> AnyWord:
     """The member of `words` that `value` is.
 
+    Args:
+        words: the enum.
+        name: of the option, for the message.
+        value: a member, or its text.
+
+    Returns:
+        The member.
+
     Raises:
-        ValueError: none; the message has the option's `name`, the value and the known ones.
+        ValueError: it is none.
     """
     try:
         return words(value)

@@ -53,6 +53,9 @@ class LossAggConfig(LossAggOptions):
             **overrides: further options. What defines the preset cannot be changed, except by a
                 term for itself; see `presets`.
 
+        Returns:
+            The config.
+
         Raises:
             ValueError: an unknown preset, one that is refused and why, a missing or another option.
         """
@@ -68,6 +71,9 @@ class LossAggConfig(LossAggOptions):
             values: options by name.
             where: their place in a larger mapping, for messages.
 
+        Returns:
+            The config.
+
         Raises:
             ValueError: unknown or missing options, or a value that is of no use.
         """
@@ -82,6 +88,12 @@ class LossAggConfig(LossAggOptions):
         """Read a YAML file: the options at its top level, or under the key `loss_agg`.
 
         Needs PyYAML (the extra `config`).
+
+        Args:
+            path: of the file.
+
+        Returns:
+            The config.
 
         Raises:
             ValueError: the path, and what is wrong with the file.
@@ -117,6 +129,12 @@ class LossAggConfig(LossAggOptions):
 
     def loss_terms(self, loss_fns: Any) -> list[LossTerm]:
         """The terms with their functions, given as a mapping by name.
+
+        Args:
+            loss_fns: name of a term -> its function.
+
+        Returns:
+            The terms, in their order.
 
         Raises:
             ValueError: a term without a function, or a function without a term.

@@ -208,6 +208,9 @@ def preset_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
         overrides: options of `LossAggConfig`. With `terms` (mappings, or `TermConfig`s, which are
             complete) the preset's options are those of the terms that do not say otherwise.
 
+    Returns:
+        Options by name, as `LossAggConfig` takes them.
+
     Raises:
         ValueError: an unknown preset; one that is no global objective; a required option is
             missing; or an option would change what the preset reproduces.

@@ -11,8 +11,16 @@ from megatron_lossagg.counts.global_counts import GlobalCounts
 def counts_by_mask(counts: Any, mask_keys: tuple[str, ...]) -> dict[str, GlobalCounts]:
     """Counts that a caller passed, by mask.
 
+    Args:
+        counts: of the first mask, or of each by its key.
+        mask_keys: of the terms' masks.
+
+    Returns:
+        mask_key -> counts.
+
     Raises:
-        TypeError: something else. ValueError: a mask of a term without counts.
+        TypeError: something else.
+        ValueError: a mask of a term without counts.
     """
     by_mask = {mask_keys[0]: counts} if isinstance(counts, GlobalCounts) else counts
     if not isinstance(by_mask, Mapping) or not all(

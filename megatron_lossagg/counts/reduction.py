@@ -141,6 +141,9 @@ class PendingCounts:
 
         Args:
             identity: gives the options of this rank, of which its fingerprint was made.
+
+        Raises:
+            LossAggError: on every rank of the group.
         """
         self.wait()
         header = self._vector[:_HEADER].tolist()

@@ -70,8 +70,12 @@ class Sequences:
             cu_seqlens_padded: as `cu_seqlens`, where each sequence is padded: it then *starts* at
                 cu_seqlens_padded[i], and `cu_seqlens` tells its length.
 
+        Returns:
+            The sequences, with their n_s.
+
         Raises:
-            TypeError: not tensors. ValueError: wrong shapes, or (on the CPU) wrong values.
+            TypeError: not tensors.
+            ValueError: wrong shapes, or (on the CPU) wrong values.
         """
         return cls.of_fields([(loss_mask, sample_mask, cu_seqlens, cu_seqlens_padded)])
 

@@ -36,8 +36,12 @@ class LocalUnits:
             unit_ids: per microbatch an integer tensor [n], the unit of each sequence.
             num_units: U, the number of units of the whole global batch.
 
+        Returns:
+            T_u and B_u of this rank alone, and the unit of each sequence.
+
         Raises:
-            TypeError, ValueError: ids of another kind or shape, or (on the CPU) outside 0..U-1.
+            TypeError: ids that are no integers.
+            ValueError: ids of another shape, or (on the CPU) outside 0..U-1.
         """
         if isinstance(num_units, bool) or not isinstance(num_units, int) or num_units < 1:
             raise ValueError(

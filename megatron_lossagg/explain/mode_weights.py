@@ -56,6 +56,14 @@ def mode_labels(has_groups: bool) -> tuple[str, ...]:
 def weigh(rollouts: Rollouts, labels: Sequence[str], loss_scale_factor: float) -> list[ModeWeights]:
     """The weights of every mode in `labels`, the rollouts being one global batch.
 
+    Args:
+        rollouts: of the batch.
+        labels: of the modes, see `mode_labels`.
+        loss_scale_factor: L, for the modes that divide by it.
+
+    Returns:
+        One entry per label.
+
     Raises:
         ValueError: an unknown label, or a mode with units for rollouts without groups.
     """

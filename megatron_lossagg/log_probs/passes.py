@@ -62,6 +62,9 @@ def read_part(
         shard: this rank's part.
         kept: of the shape of the logits; p is left there. None: it is dropped after each chunk.
         with_entropy: whether `mean` is wanted.
+
+    Returns:
+        What the part says of each token, [b * s]; nothing is reduced over ranks.
     """
     num_tokens = logits.shape[0] * logits.shape[1]
     part = PartOfVocabulary(*logits.new_empty((3, num_tokens), dtype=shard.dtype))
@@ -103,6 +106,9 @@ def join_parts(
         labels: int64 [b * s].
         shard: this rank's part.
         with_entropy: whether the entropy is wanted.
+
+    Returns:
+        What all parts together say of each token, [b * s], the same on all ranks.
     """
     is_empty = part.max == -torch.inf  # has the softmax NaN
     global_max = part.max.clone()

@@ -30,6 +30,12 @@ MAX_EXPONENT = 4.0
 def mode_name(exponent: float) -> str:
     """The `loss_agg_mode` of an exponent: 0.5 is "length-power-0.5".
 
+    Args:
+        exponent: A, from 0 to 4.
+
+    Returns:
+        The name.
+
     Raises:
         ValueError: the exponent is not within 0 to 4: longer sequences would weigh more per token,
             or less than a float32 weight can tell from zero.
@@ -44,6 +50,12 @@ def mode_name(exponent: float) -> str:
 
 def exponent_of(loss_agg_mode: str) -> float | None:
     """A of "length-power-A"; None if the mode has another name.
+
+    Args:
+        loss_agg_mode: the name of a mode.
+
+    Returns:
+        A, or None.
 
     Raises:
         ValueError: A is no number from 0 to 4, or written in another way than `mode_name` does

@@ -77,9 +77,13 @@ def register_mode(
         sum_of_weights: what `checksum` computes, in symbols.
         reads: the fields of `ModeOptions` that it depends on; a warning tells whoever sets others.
 
+    Returns:
+        The mode.
+
     Raises:
         ValueError: another place registered that name, or it is built in; an option that does not
-            exist. TypeError: no text, or nothing callable.
+            exist.
+        TypeError: no text, or nothing callable.
     """
     if not isinstance(name, str) or not name or not callable(sequence_factor):
         raise TypeError(

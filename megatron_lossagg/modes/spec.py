@@ -60,7 +60,16 @@ class ModeSpec(ModeOptions):
     ) -> ModeInputs:
         """The counts as float64 tensors on `device`, with B chosen by `sequence_count`.
 
-        `unit_of_seq` [n] picks each sequence's unit in modes with units.
+        Args:
+            counts: of the global batch.
+            device: of the result.
+            unit_of_seq: int64 [n], the unit of each sequence, in modes with units.
+
+        Returns:
+            What the mode's functions take.
+
+        Raises:
+            ValueError: a mode with units, and counts without them.
         """
         counts = counts.to(device)
         num_seqs = counts.num_valid_seqs if self.sequence_count == "valid" else counts.num_seqs

@@ -82,6 +82,9 @@ class Evaluate(Protocol):
             weights: of each of the objective's weightings, [b, s] each.
             coefficients: c_k of each term.
             rows_are_sequences: whether a row holds whole sequences, not slices of them.
+
+        Returns:
+            The sums of this rank's part of a microbatch.
         """
 
 
@@ -111,12 +114,7 @@ class Evaluation:
         coefficients: Sequence[float],
         rows_are_sequences: bool = True,
     ) -> MicrobatchSums:
-        """See `Evaluate`.
-
-        Raises:
-            TypeError, ValueError, LossAggError: a `loss_fn` returned something else than one loss
-                per token and its declared metrics.
-        """
+        """See `Evaluate`."""
         if self.objective.prepare is not None:
             output = self.objective.prepare(output, microbatch)
         partial_sums, metrics = self.terms(output, microbatch, weights, rows_are_sequences)

@@ -31,8 +31,12 @@ def checked_result(
         rows_are_sequences: whether a row of this rank is not sliced over context-parallel ranks.
         is_packed: whether a row holds several sequences.
 
+    Returns:
+        The losses, and the values of each metric by name.
+
     Raises:
-        TypeError, ValueError: other metrics than the declared ones, or another shape or dtype.
+        TypeError: another dtype, or no tensor.
+        ValueError: other metrics than the declared ones, or another shape.
         LossAggError: a metric per row, where rows are no whole sequences.
     """
     losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -56,9 +60,16 @@ def checked_result(
 
 
 def check_token_losses(losses: Any, weights: Tensor, where: str = "") -> None:
-    """Raise unless `losses` holds one floating-point value per token. Looks at no value.
+    """Refuse losses other than one floating-point number per token. Looks at no value.
 
-    `where` names the term in the message.
+    Args:
+        losses: what a `loss_fn` returned.
+        weights: [b, s], those of its term.
+        where: names the term in the message.
+
+    Raises:
+        TypeError: no tensor, a nested one, or no floating-point numbers.
+        ValueError: another shape than that of the weights.
     """
     if not isinstance(losses, Tensor):
         raise TypeError(
@@ -103,6 +114,11 @@ def check_metric(
         normaliser: of the metric.
         rows_are_sequences: whether a row of this rank is not sliced over context-parallel ranks.
         is_packed: whether it holds several sequences.
+
+    Raises:
+        TypeError: no tensor, or complex numbers.
+        ValueError: another shape, or one that the normaliser does not take.
+        LossAggError: a value per row, where rows are no whole sequences.
     """
     if not isinstance(values, Tensor):
         raise TypeError(

@@ -15,6 +15,9 @@ def partial_value(values: Tensor, is_valid: Tensor, kind: str) -> Tensor:
         values: numbers or bools, [b, s], or [b] with a value per sequence.
         is_valid: bool [b, s].
         kind: "sum", "min" or "max".
+
+    Returns:
+        The number, [], float64 for a sum.
     """
     if values.dim() == 1:  # of rows that have a valid token
         is_valid = is_valid.any(dim=1)

@@ -57,6 +57,14 @@ class Objective:
     ) -> Objective:
         """The objective of some terms.
 
+        Args:
+            terms: at least one.
+            prepare: see there.
+            reports_terms: see there.
+
+        Returns:
+            The objective.
+
         Raises:
             ValueError: no term, or a name that two terms or metrics share.
             TypeError: something else than terms.
@@ -178,8 +186,20 @@ def make_objective(
 ) -> Objective:
     """The objective of `LossAggregator`'s arguments: several terms, or one loss_fn with a mode.
 
+    Args:
+        loss_fn: of the aggregator.
+        terms: of the aggregator.
+        loss_agg_mode: without terms, the mode of the loss.
+        options: the options of that mode.
+        metrics: without terms, what `loss_fn` returns besides.
+        report_counts: whether reports tell counts, so that `sequence_count` is read.
+
+    Returns:
+        The objective.
+
     Raises:
-        TypeError, ValueError: neither or both.
+        TypeError: neither, or no function.
+        ValueError: no mode, or options beside terms.
     """
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}.")

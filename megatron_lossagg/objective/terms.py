@@ -91,6 +91,12 @@ class LossTerm(ModeOptions):
     def coefficient_at(self, iteration: int | None) -> float:
         """c_k of an iteration.
 
+        Args:
+            iteration: the step's number; needed where the coefficient is a function of it.
+
+        Returns:
+            c_k.
+
         Raises:
             ValueError: it is a schedule and no iteration was given, or no finite number came out.
         """

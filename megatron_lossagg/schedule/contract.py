@@ -37,6 +37,16 @@ class ScheduleContract(ScheduleFactors):
         "auto" is R1 with `calculate_per_token_loss` off and R3 with it on; "loss" is R1 or R4,
         "loss_and_num_tokens" R2 or R3.
 
+        Args:
+            model_config: the model's `TransformerConfig`.
+            groups: the process groups, whose sizes are D and C.
+            returns: what `loss_func` returns, see `Returns`.
+            cp_gradient: see `CPGradient`.
+            host_factor: see `ScheduleFactors`.
+
+        Returns:
+            The contract.
+
         Raises:
             ValueError: an unknown option.
             LossAggError: a configuration whose gradient would not be that of the global batch.
@@ -75,6 +85,14 @@ class ScheduleContract(ScheduleFactors):
 
         See `measure.measure_schedule` for the options. Every rank must call it. A `host_factor`
         must be applied by what is measured: the schedule, DDP or `finalize_model_grads_func`.
+
+        Args:
+            model_config: as for `detect`.
+            groups: as for `detect`.
+            returns: as for `detect`.
+            cp_gradient: as for `detect`.
+            host_factor: as for `detect`.
+            **options: of `measure.measure_schedule`.
 
         Returns:
             The factor that a returned loss met on its way to the gradient, with the contract that

@@ -76,6 +76,9 @@ def _packed_positions(microbatch: Mapping[str, Any], width: int, groups: Paralle
 
     Each sequence, at its padded length, is cut as a row is; what Transformer Engine's
     `thd_get_partitioned_indices` gives, without needing Transformer Engine. No host sync on a GPU.
+
+    Raises:
+        ValueError: a sequence whose padded length cannot be cut in 2C pieces.
     """
     mask = next(v for k, v in microbatch.items() if _has_width(k, v, width))
     name = "cu_seqlens" if microbatch.get("cu_seqlens_padded") is None else "cu_seqlens_padded"

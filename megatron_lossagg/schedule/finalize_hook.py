@@ -53,8 +53,11 @@ class FinalizeHook:
     another step enters in a later run of the schedule, or with its aggregator: nothing of a step
     that ended or failed meets the gradients of a later one.
 
+    Args:
+        finalize: the function that is wrapped.
+
     Attributes:
-        finalize: the function that was wrapped.
+        finalize: that function.
         division: what divides gradients where denominators are deferred; stays with the config.
     """
 

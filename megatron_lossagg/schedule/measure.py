@@ -69,6 +69,9 @@ def measure_schedule(
             Megatron's `DistributedDataParallel` with its defaults.
         num_microbatches: M of the call; None takes the number of pipeline ranks, at least 2.
 
+    Returns:
+        The factor that was found, with the contract that it confirms.
+
     Raises:
         LossAggError: on every rank, if the gradient is not what the contract says, or differs
             between data x context parallel ranks.

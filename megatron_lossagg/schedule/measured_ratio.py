@@ -66,6 +66,9 @@ def check_gradients(gradients: list[float], call: MeasuredCall, dtype: torch.dty
         gradients: of this rank's chunks.
         call: what was measured.
         dtype: of the parameters, which the tolerance follows.
+
+    Raises:
+        LossAggError: on every stage.
     """
     groups = call.groups
     undo_gather = call.factors.undo_cp_gather  # no gather is in the measured model

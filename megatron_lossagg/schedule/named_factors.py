@@ -35,6 +35,9 @@ def factors_met(
         factors: the regime and the sizes.
         num_microbatches: M.
         num_tokens: T, if it is known.
+
+    Returns:
+        The factors with their names.
     """
     regime, found = factors.regime, []
     if not regime.divides_by_num_tokens:
@@ -63,6 +66,9 @@ def factors_carried(
         factors: the regime and the sizes.
         num_microbatches: M.
         num_tokens: T, if it is known.
+
+    Returns:
+        The factors with their names.
     """
     regime, found = factors.regime, []
     if regime.divides_by_num_tokens:

@@ -130,6 +130,9 @@ def refuse_wrappers(
         regime: that of the step.
         scales_gradients: whether the plugin itself scales gradients at the end.
         measured: wrappers that `ScheduleContract.measure` found exact.
+
+    Raises:
+        LossAggError: its gradients would not be scaled as they should, or it is not proved.
     """
     for chunk in chunks:
         names = {cls.__name__ for cls in type(chunk).__mro__}
@@ -183,6 +186,14 @@ def check_p2p_order(model_config: Any, pp_size: int, num_virtual_stages: int) ->
     messages each way between one pair, which backends (gloo and NCCL) match in order of posting:
     activations and gradients change places and the numbers are wrong without an error. The setting
     that is tested is `overlap_p2p_comm` without `batch_p2p_comm`.
+
+    Args:
+        model_config: the model's `TransformerConfig`.
+        pp_size: pipeline ranks.
+        num_virtual_stages: model chunks per rank.
+
+    Raises:
+        LossAggError: the config has another setting than the one that is tested.
     """
     overlapped = bool(getattr(model_config, "overlap_p2p_comm", False))
     batched = bool(getattr(model_config, "batch_p2p_comm", True))

@@ -26,20 +26,21 @@ def check_pass(
 ) -> GroupSums | None:
     """Raise LossAggError if a run was not what was planned: one all-reduce over dp x cp.
 
-    Only ranks of the last stage communicate; the others look at themselves, and get None.
-
     Args:
         run: what the schedule did.
         plan: the weights, on a rank with data.
         context: of the step.
         schedule_num_tokens: what the schedule summed up for `finalize_model_grads` (R3), if known.
+
+    Returns:
+        What the ranks of the last stage found together; None on other stages.
     """
     is_last_stage = context.groups.is_last_stage
     problems = local_problems(
         run,
         context.contract,
         context.num_microbatches,
-        loss_is_expected=is_last_stage and context.counts_loss_calls,
+        loss_is_expected=context.computes_loss,
         schedule_num_tokens=schedule_num_tokens if context.sees_weights else None,
     )
     if plan is not None:
@@ -160,8 +161,10 @@ def _check_with_others(
 ) -> GroupSums:
     """Compare what all ranks saw with what was planned: one all-reduce over dp x cp.
 
-    All ranks of the last pipeline stage call it, also those that found a problem: then every rank
-    raises and none waits for the others.
+    All ranks of the last pipeline stage call it.
+
+    Raises:
+        LossAggError: on every rank, also if one alone found a problem: none waits for the others.
     """
     sums = _sum_over_ranks(run, bool(problems), plan, context)
     _raise_problems(problems)
@@ -218,9 +221,10 @@ def _sum_over_ranks(
 
 
 def _check_given(plan: StepWeights, sums: GroupSums, context: StepContext) -> None:
-    """Raise LossAggError on every rank if a driver's counts are not what all ranks hold.
+    """Hold a driver's counts against what all ranks hold: sums of x and x^2 tell if all are right.
 
-    Sums of x and x^2 over the ranks that were given a count tell whether all of them are right.
+    Raises:
+        LossAggError: on every rank.
     """
     held = [number / context.contract.cp_size for number in sums.held]  # whole masks on C ranks
     for slot, mask_key in enumerate(plan.mask_keys):

@@ -63,3 +63,8 @@ class StepContext:
     pairs_by_tokens: bool
     counts_loss_calls: bool
     sees_weights: bool
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether `loss_func` runs on this rank once per microbatch, in Python."""
+        return self.groups.is_last_stage and self.counts_loss_calls

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lossagg.config.options import Checks
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.groups import (
     broadcast_from_first,
@@ -111,7 +112,11 @@ class Finalizer:
                 step, plan = self._count()
                 self._divide_reports(step, plan, 1.0)
         step = self._stream.active
-        if step is None or step.is_forward_only or self._settings.options.checks == "skipped":
+        if (
+            step is None
+            or step.context.forward_only
+            or self._settings.options.checks is Checks.SKIPPED
+        ):
             return
         self._stream.validate(num_tokens)
 

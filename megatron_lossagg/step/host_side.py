@@ -18,6 +18,7 @@ from megatron_lossagg.modes.spec import ModeSpec
 from megatron_lossagg.schedule.contract import ScheduleContract
 from megatron_lossagg.schedule.measure import Measurement
 from megatron_lossagg.step.finalizer import Finalizer
+from megatron_lossagg.step.planner import StepPlanner
 from megatron_lossagg.step.settings import Settings
 from megatron_lossagg.step.step import Step
 from megatron_lossagg.step.stream import WrappedStream
@@ -34,6 +35,7 @@ class HostSide:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._must_measure = settings.options.contract == "measure"
+        self._planner = StepPlanner(settings)
         self._stream = WrappedStream()
         self._finalizer = Finalizer(settings, self._stream)
         self._stream.watch_runs(self._finalizer.has_hook)
@@ -59,6 +61,9 @@ class HostSide:
 
     def use_model_config(self, model_config: Any) -> None:
         """Take the model's config where none was given; it stays what it was where one was.
+
+        Args:
+            model_config: the model's `TransformerConfig`.
 
         Raises:
             TypeError: not a model's config.
@@ -126,11 +131,28 @@ class HostSide:
         """
         self._stream.validate(num_tokens)
 
+    def _receiver(self) -> Step:
+        """A step that this rank does not run, whose report it hears.
+
+        Raises:
+            LossAggError: the loss is computed here.
+        """
+        if self._settings.current_groups().is_last_stage:
+            raise LossAggError(
+                "report was called, but no wrapped step has run on this rank, where the loss "
+                "is computed. Run the schedule first, or use begin_step and step.report."
+            )
+        self._received = self._planner.receiver()
+        return self._received
+
     @property
     def is_empty(self) -> bool:
         """`Step.is_empty` of the wrapped step that ran last: skip the optimizer then.
 
         Waits for the device. On a rank without data it is known after `report`.
+
+        Raises:
+            LossAggError: no step has run on this rank.
         """
         step = self._stream.active or self._received
         if step is None:

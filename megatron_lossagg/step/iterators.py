@@ -196,7 +196,7 @@ class WrappedIterator:
         """
         if not has_been_left(self._run, run):
             return False
-        lacks_loss = self._step.computes_loss and self._step.num_loss_calls < self._position
+        lacks_loss = self._step.context.computes_loss and self._step.num_loss_calls < self._position
         return self._chunks.stream.sees_runs_end() or (self.is_last_chunk and lacks_loss)
 
     def _take(self, index: int, wanted: int, num_microbatches: int) -> list[Microbatch]:

@@ -19,9 +19,9 @@ class MicrobatchReport(dict[str, Tensor]):
 
     A host such as Megatron-LM's train_step sums each over microbatches and dp x cp ranks and
     divides once. The pairs are views of `packed`. Minima and maxima are no quotients of sums: they
-    are not among the entries.
+    are not among the entries. Arguments are attributes, too.
 
-    Attributes:
+    Args:
         names: what the rows stand for.
         packed: pairs of values, then of metric sums, [num_values + num_metric_sums, 2].
         metric_sums: sums over valid tokens, not divided, float64 [num_metric_sums], or None.
@@ -116,6 +116,9 @@ def microbatch_report(
         divisors: what metric sums are divided by, float64 [num_metric_sums]; None: not known here.
         metric_denominators: without divisors, what this microbatch adds to each metric's
             denominator; NaN if that is not known.
+
+    Returns:
+        The report.
     """
     values = sums.values if copies == 1 else sums.values / copies
     if num_tokens is None:
@@ -142,6 +145,26 @@ def microbatch_report(
         extreme_pairs[:, 0] = float("nan")
     has_shares = num_tokens is None and (metric_sums is None or divisors is not None)
     return MicrobatchReport(names, packed, metric_sums, sums.extremes, extreme_pairs, has_shares)
+
+
+def divide_reports(
+    reports: Sequence[MicrobatchReport],
+    gradient_factor: float,
+    divisors: Tensor | None,
+    share: float,
+) -> None:
+    """Divide reports by counts that came with final gradients, in place.
+
+    Args:
+        reports: of this rank's microbatches.
+        gradient_factor: what gradients were multiplied by.
+        divisors: of metric sums, float64 [number of them]; None if there are none.
+        share: 1 / (microbatches x dp x cp ranks).
+    """
+    for report in reports:
+        report.multiply_values(gradient_factor)
+        if divisors is not None:
+            report.divide_metrics(divisors, share)
 
 
 def complete_reports(

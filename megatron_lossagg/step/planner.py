@@ -79,8 +79,15 @@ class StepPlanner:
         Groups, regime and coefficients are those of the moment: none is remembered, so none can be
         stale.
 
+        Args:
+            request: what to plan from.
+
+        Returns:
+            The step.
+
         Raises:
-            ValueError, TypeError: microbatches that cannot be counted, or counts that lack a mask.
+            ValueError: microbatches that cannot be counted, or counts that lack a mask.
+            TypeError: something else than microbatches.
             LossAggError: a configuration that cannot be honoured.
         """
         coefficients = self._constants
@@ -123,8 +130,15 @@ class StepPlanner:
     def without_data(self, num_microbatches: int | None) -> int:
         """M of a step of which this rank has no data.
 
+        Args:
+            num_microbatches: what the caller gave, or None.
+
+        Returns:
+            M.
+
         Raises:
-            ValueError: no number of them either. LossAggError: the loss is computed here.
+            ValueError: no number of them either.
+            LossAggError: the loss is computed here.
         """
         if num_microbatches is None:
             raise ValueError(

@@ -138,6 +138,9 @@ class LocalReport:
             num_reports: how many the schedule must have returned: M. None: at least one.
             counts: float64 [num_counts], equal on all ranks that know them; None on the others.
             tokens_seen: on these, float64 [], see `Totals`.
+
+        Returns:
+            What this rank brings: its sums, or its problem.
         """
         problem = _problem(forward_data_store, shape.names, num_reports)
         if problem is not None:
@@ -168,6 +171,9 @@ def reduce_report(
         shape: of the report.
         groups: the process groups.
         over_pipeline: also give the other stages the numbers. Without it they get None.
+
+    Returns:
+        The numbers of the global batch; None on earlier stages without `over_pipeline`.
 
     Raises:
         LossAggError: on every rank that gets numbers, if a last-stage rank has a problem. Such a

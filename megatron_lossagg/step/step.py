@@ -13,7 +13,11 @@ from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.schedule.factors import Regime
 from megatron_lossagg.step.checks import check_pass
 from megatron_lossagg.step.context import StepContext
-from megatron_lossagg.step.microbatch_report import complete_reports, microbatch_report
+from megatron_lossagg.step.microbatch_report import (
+    complete_reports,
+    divide_reports,
+    microbatch_report,
+)
 from megatron_lossagg.step.returned_loss import (
     check_gradients_are_wanted,
     metric_denominators,
@@ -32,9 +36,14 @@ from megatron_lossagg.weights.weighting import MAIN_MASK
 class Step:
     """A planned step. Made by `LossAggregator.begin_step`.
 
-    Attributes:
-        context: what holds for it besides its weights.
+    Args:
+        context: what holds for it besides its weights; an attribute, as `plan`.
         plan: counts and weights of this rank's microbatches; None on a rank without data.
+        microbatches: this rank's.
+        known_counts: by mask, where a driver gave them.
+        begins: called when a run of the schedule begins.
+
+    Attributes:
         num_microbatches: M, what the schedule must be called with on this rank.
         is_counted: whether its counts are known, or under way; deferred ones are not at first.
     """
@@ -77,15 +86,18 @@ class Step:
 
         A term trains if its coefficient at this step is not 0; its tokens are those of its own
         mask. Waits for the device. On a rank without data it is known only after `report`.
+
+        Raises:
+            LossAggError: it is not known yet on a rank without data.
         """
         if self._reported_empty is not None:
             return self._reported_empty
-        objective, coefficients = self.context.objective, self.context.coefficients
+        objective = self.context.objective
         by_mask = self._known_counts
         if self.plan is not None and self.plan.counts_are_known:
             by_mask = {key: self.plan.counts_of(key) for key in objective.mask_keys}
         if by_mask is not None:
-            return int(num_trained_tokens(objective, coefficients, by_mask)) == 0
+            return int(num_trained_tokens(objective, self.context.coefficients, by_mask)) == 0
         raise LossAggError(
             "is_empty is not known yet on a rank without data; call step.report(...) first, on "
             "every rank."
@@ -95,16 +107,6 @@ class Step:
     def is_validated(self) -> bool:
         """Whether `validate` has looked at the last run of the schedule."""
         return self._pass.is_validated
-
-    @property
-    def computes_loss(self) -> bool:
-        """Whether `loss_func` runs on this rank once per microbatch, in Python."""
-        return self.context.groups.is_last_stage and self.context.counts_loss_calls
-
-    @property
-    def is_forward_only(self) -> bool:
-        """Whether the step is evaluated and never trained on."""
-        return self.context.forward_only
 
     @property
     def num_loss_calls(self) -> int:
@@ -119,8 +121,16 @@ class Step:
     def data_iterator(self, num_chunks: int = 1) -> list[Iterator[dict[str, Any]] | None]:
         """Fresh iterators for the schedule, one per model chunk; starts a new pass over the step.
 
-        Each yields the same microbatches as shallow copies with their weights. On a rank without
-        data the list holds None, as Megatron's own loaders give.
+        Each yields the same microbatches as shallow copies with their weights.
+
+        Args:
+            num_chunks: len(model), the chunks of this rank.
+
+        Returns:
+            An iterator per chunk; on a rank without data None, as Megatron's own loaders give.
+
+        Raises:
+            ValueError: `num_chunks` is below 1.
         """
         if num_chunks < 1:
             raise ValueError(f"num_chunks must be at least 1 (len(model)), got {num_chunks}.")
@@ -162,12 +172,11 @@ class Step:
     ) -> Any:
         """The `loss_func` of a Megatron schedule. No collective, no host sync, no branch on data.
 
-        S = sum of w * l over this rank's part of the microbatch. Bind the microbatch:
-        `partial(step.loss_func, microbatch)`.
+        S = sum of w * l over this rank's part of the microbatch.
 
         Args:
-            microbatch: what the data iterator gave, sliced for context parallelism where that is
-                on.
+            microbatch: what the data iterator gave, sliced where there is context parallelism;
+                bind it: `partial(step.loss_func, microbatch)`.
             output_tensor: the last stage's output, passed on to `loss_fn`.
             non_loss_data: what `collect_non_loss_data=True` sets; then only the report is returned.
 
@@ -225,33 +234,22 @@ class Step:
         return None if self.plan is None else self.plan.metric_divisors
 
     def divide_reports(self, gradient_factor: float, divisors: Tensor | None) -> None:
-        """Divide what `loss_func` reported by counts that came with final gradients, in place.
-
-        Args:
-            gradient_factor: what gradients were multiplied by.
-            divisors: of metric sums, float64 [number of them]; None if there are none.
-        """
+        """Divide what `loss_func` reported by counts that came with final gradients, in place."""
         self.is_counted = True
-        for report in self._pass.reports:
-            report.multiply_values(gradient_factor)
-            if divisors is not None:
-                report.divide_metrics(divisors, self.context.share)
+        divide_reports(self._pass.reports, gradient_factor, divisors, self.context.share)
 
     def validate(self, num_tokens: Tensor | None = None) -> None:
         """Check the last run of the schedule: one all-reduce over dp x cp, on the last stage only.
 
         Call it on every rank before `optimizer.step()`; what happens afterwards is a new run. It
-        compares the microbatches that the schedule took with M, what the schedule did to the
-        returned loss with what the regime says, and the sum of all weights with the mode's
-        checksum. It waits for the device.
+        compares the microbatches that were taken with M, what the schedule did to the returned loss
+        with the regime, and the sum of all weights with the mode's checksum. Waits for the device.
 
         Args:
-            num_tokens: the tokens that the schedule summed up on this rank for
-                `finalize_model_grads` (R3), if they are known.
+            num_tokens: what the schedule summed up here for `finalize_model_grads` (R3), if known.
 
         Raises:
-            LossAggError: on every rank of the group if one of them found a fault; the gradients are
-                wrong then and the optimizer must not step.
+            LossAggError: on every rank of the group if one of them found a fault: do not step.
         """
         run = self._pass
         if run.is_validated:
@@ -269,14 +267,16 @@ class Step:
     ) -> dict[str, float]:
         """The step's values: an all-reduce over dp x cp on the last stage, a broadcast over pp.
 
-        Every rank calls it with what its schedule returned.
+        Args:
+            forward_data_store: what this rank's schedule returned; every rank calls it.
+            broadcast_over_pipeline: tell earlier stages, too.
 
         Returns:
-            {"loss": J, ...}, the same on every rank: the global objective that was optimised, then
-            the value of every term (without its coefficient) and of every metric; with
-            `report_counts` also num_tokens, num_seqs (B as the mode counts it), response_length
-            (T/B) and masked_fraction (1 - T / positions of the masks). A minimum or maximum over no
-            token is NaN. {} on earlier stages with `broadcast_over_pipeline=False`.
+            {"loss": J, ...}, the same on every rank: the objective that was optimised, then every
+            term (without its coefficient) and metric; with `report_counts` also num_tokens,
+            num_seqs (B as the mode counts it), response_length (T/B) and masked_fraction (1 - T /
+            positions of the masks). A minimum or maximum over no token is NaN. {} on earlier stages
+            without `broadcast_over_pipeline`.
         """
         context, problem = self.context, None
         is_to_count = not self.is_counted and not context.divides_later

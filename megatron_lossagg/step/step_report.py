@@ -45,6 +45,9 @@ def step_report(
         context: of the step.
         problem: what went wrong on this rank already, for all to hear of.
         over_pipeline: also tell earlier stages; they get None otherwise.
+
+    Returns:
+        Values and whether the step is empty; None where nothing is told.
     """
     shape = context.report_shape
     if context.groups.is_last_stage and problem is None:
@@ -59,6 +62,10 @@ def count_evaluation(plan: StepWeights | None, groups: ParallelGroups) -> str | 
     """Sum deferred counts that no gradient brings: an all-reduce over dp, a broadcast over tp.
 
     Every rank of the last stage calls it.
+
+    Args:
+        plan: the weights, on a rank with data.
+        groups: the process groups.
 
     Returns:
         What went wrong, for all ranks to hear of; None: nothing.

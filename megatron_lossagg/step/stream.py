@@ -53,6 +53,18 @@ class WrappedStream:
         """Wrap one iterator, a list of chunk iterators (each may be None), or None.
 
         With `one_by_one` a microbatch is taken when it is asked for, not the whole step at once.
+
+        Args:
+            data_iterator: see `LossAggregator.wrap`.
+            options: its other arguments.
+            plan_step: plans a step of the stream.
+            one_by_one: see above.
+
+        Returns:
+            What was passed, wrapped.
+
+        Raises:
+            ValueError: an empty list.
         """
         iterators = data_iterator if isinstance(data_iterator, list | tuple) else [data_iterator]
         if not iterators:

@@ -48,6 +48,13 @@ PlanStep = Callable[[StreamOptions, Sequence[Microbatch] | None, int], Step]
 def pairs_by_tokens(forward_only: bool, evaluation_average: str | None) -> bool | None:
     """Of an evaluated stream; None for one that is trained on, where the regime decides.
 
+    Args:
+        forward_only: of `LossAggregator.wrap`.
+        evaluation_average: of `LossAggregator.wrap`.
+
+    Returns:
+        Whether reported pairs have numbers of tokens as denominators, or None.
+
     Raises:
         ValueError: an average that does not exist, or of a stream that is trained on.
     """

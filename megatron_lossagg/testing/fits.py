@@ -11,6 +11,11 @@ from megatron_lossagg.testing.model.tiny_gpt import TinyGPT
 def check_fits(batch: GlobalBatch | PackedBatch, layout: Layout, gpt: TinyGPT) -> None:
     """Check a run's arguments on every rank alike, so that none waits for another that raised.
 
+    Args:
+        batch: of the run.
+        layout: of the run.
+        gpt: of the run.
+
     Raises:
         ValueError: sizes that do not fit together, and what would.
     """

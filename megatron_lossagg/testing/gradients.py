@@ -97,6 +97,9 @@ def relative_error(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch
     Returns:
         ``||got - expected|| / ||expected||`` in float64; ``||got||`` if expected is 0 throughout;
         NaN if a tensor holds NaN.
+
+    Raises:
+        ValueError: other names or shapes.
     """
     if got.keys() != expected.keys():
         raise ValueError(
@@ -126,6 +129,9 @@ def assemble(
         shards: (global name, shard) of all ranks.
         tolerance: as for `whole_model_gradient`.
         what: the word for messages.
+
+    Returns:
+        global name -> whole gradient.
     """
     by_name: dict[str, dict[int, list[Shard]]] = defaultdict(lambda: defaultdict(list))
     for name, shard in shards:

@@ -133,6 +133,9 @@ def run_global_batch(
             left as they are.
         replica_tolerance: see `whole_model_gradient`.
 
+    Returns:
+        Gradients of the whole model on rank 0, and what the plan reported.
+
     Raises:
         ValueError: batch, layout and model don't fit together.
         LossAggError: replicas of the gradient disagree.

@@ -89,6 +89,9 @@ def sliced_for_cp(microbatch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     Args:
         microbatch: tensors [b, s, ...], which are sliced along s; others pass unchanged. The dict
             is not changed.
+
+    Returns:
+        A new dict; [b, s / C, ...] or packed [1, t / C, ...].
     """
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank

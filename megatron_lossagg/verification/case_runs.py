@@ -49,6 +49,9 @@ def run_cases(
         gpt: the model.
         references: what the reference gave in an earlier call with these modes and this model, and
             where this call adds its own; reading one costs less than regrouping the ranks.
+
+    Yields:
+        One result per case.
     """
     modes = DEFAULT_MODES if modes is None else modes
     gpt = TinyGPT() if gpt is None else gpt

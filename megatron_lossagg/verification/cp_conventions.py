@@ -44,6 +44,9 @@ class FullRowLosses:
         Args:
             output: of the model, for this rank's part.
             microbatch: at full width, padded or packed.
+
+        Returns:
+            [b, s], the same values on all context-parallel ranks.
         """
         from megatron.core import parallel_state
 

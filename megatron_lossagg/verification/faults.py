@@ -105,6 +105,12 @@ def fault_names() -> tuple[str, ...]:
 def planted(name: str | None) -> Iterator[None]:
     """Run a block with a fault in the plugin of this process; None plants nothing.
 
+    Args:
+        name: one of `fault_names()`, or None.
+
+    Yields:
+        Nothing; the fault is there inside of the block.
+
     Raises:
         ValueError: an unknown fault.
     """

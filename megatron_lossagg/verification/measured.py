@@ -17,6 +17,15 @@ def measured_ratio(
 ) -> float:
     """Communicates over all groups of `layout`: the measured gradient over the right one.
 
+    Args:
+        layout: sizes of the groups.
+        calculate_per_token_loss: Megatron's flag of that name.
+        returns: see `ScheduleContract.detect`.
+        cp_gradient: see `ScheduleContract.detect`.
+
+    Returns:
+        1.0, up to rounding.
+
     Raises:
         LossAggError: it is not 1, or the setting is refused.
     """

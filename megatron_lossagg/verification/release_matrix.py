@@ -102,6 +102,9 @@ def run_release(
         modes: as for `verification.run_cases`.
         fault: as for `verification.run_cases`.
         timeout_s: seconds after which a rank counts as hung.
+
+    Yields:
+        One entry per case.
     """
     references: References = {}
     num_ranks = max(case.layout.world_size for case in cases)
@@ -134,6 +137,9 @@ def run_case(
         modes: as for `verification.run_cases`.
         fault: as for `verification.run_cases`.
         references: as for `verification.run_cases`.
+
+    Returns:
+        The entry.
     """
     try:
         [result] = run_cases(pool, [case], modes, fault=fault, references=references)

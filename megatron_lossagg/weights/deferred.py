@@ -138,6 +138,13 @@ def sum_over_ranks(plan: StepWeights | None, groups: ParallelGroups) -> PendingC
     Every rank of the last pipeline stage calls it, also one without data. None: no rank counted
     anything, so no deferred step ran.
 
+    Args:
+        plan: the weights, on a rank with data.
+        groups: the process groups.
+
+    Returns:
+        The counts, or None.
+
     Raises:
         LossAggError: on every rank, if one that should have had data has none, or ranks were
             configured differently.

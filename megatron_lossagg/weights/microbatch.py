@@ -85,6 +85,13 @@ def masks_to_count(
     auxiliary and multi-token prediction losses by. In a batch that has none, the mask of the first
     term stands in.
 
+    Args:
+        microbatches: of this rank.
+        mask_keys: the distinct masks of the terms.
+
+    Returns:
+        The mask keys.
+
     Raises:
         ValueError: some microbatches have it, and others do not, or the terms have more masks than
             can be counted.

@@ -158,6 +158,9 @@ def sequence_weights(
         weight_dtype: of the result; the arithmetic is float64.
         device: where weights are made; None: where n_s are.
 
+    Returns:
+        The weights, [N], to be spread over tokens.
+
     Raises:
         LossAggError: a registered mode gave something else than a factor per sequence, or (on the
             CPU) no finite number for a sequence with tokens.

@@ -28,9 +28,19 @@ def compile_method(method: Any, backend: Any = None) -> Callable[..., Any]:
 
 
 def backend_of_constants(graph: Any, inputs: Sequence[Any]) -> Any:
-    """The backend, for graphs of which no input needs a gradient: raises TypeError if one does.
+    """The backend, for graphs of which no input needs a gradient.
 
     torch guards on this, too: should an input come to need one later, it compiles anew.
+
+    Args:
+        graph: what torch traced.
+        inputs: examples of what it takes.
+
+    Returns:
+        What runs instead of it.
+
+    Raises:
+        TypeError: an input needs a gradient.
     """
     if any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
         raise TypeError("loss_fn uses a tensor that needs a gradient and is not the output.")

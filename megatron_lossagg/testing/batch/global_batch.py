@@ -77,6 +77,9 @@ class GlobalBatch:
         Args:
             dp: number of data-parallel ranks.
             num_microbatches: microbatches per rank; dp * num_microbatches must divide the rows.
+
+        Returns:
+            A batch of the same tensors.
         """
         return GlobalBatch(self.rows, _even_assignment(self.num_rows, dp, num_microbatches))
 

@@ -76,6 +76,9 @@ def pack_batch(
         form: one of PACKED_FORMS.
         same_width: pad the microbatches to one width. Otherwise each has a width of its own, which
             a pipeline takes with `variable_seq_lengths` alone.
+
+    Returns:
+        The packed batch, for the same ranks and microbatches.
     """
     rows = [batch.microbatches(rank) for rank in range(batch.dp_size)]
     options: dict[str, Any] = {"form": form, "multiple": layout.width_multiple}
@@ -152,6 +155,9 @@ def packed_seq_params(microbatch: Mapping[str, Tensor]) -> Any:
     Args:
         microbatch: with "cu_seqlens" and perhaps "cu_seqlens_padded" if it is packed, whole or
             sliced for context parallelism.
+
+    Returns:
+        The parameters, or None.
     """
     if "cu_seqlens" not in microbatch:
         return None

@@ -103,6 +103,12 @@ class Layout:
             text: ``key=number`` pairs, separated by spaces or commas; keys TP, PP, VPP, C, EP, D,
                 M, and SP (0 or 1, sequence parallel), upper or lower case; DP and CP are D and C.
                 What is not named is 1.
+
+        Returns:
+            The layout.
+
+        Raises:
+            ValueError: text that is no such pair, or a key that does not exist.
         """
         keys = f"{', '.join(_KEYS)} (or DP for D, CP for C)"
         expected = f"expected pairs like 'PP=2 VPP=2 C=2 D=1 M=4' with keys {keys}"

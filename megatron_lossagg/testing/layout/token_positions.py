@@ -20,6 +20,9 @@ def zigzag_positions(seq_length: int, cp_size: int, cp_rank: int) -> Tensor:
 
     Returns:
         int64 tensor [s / C].
+
+    Raises:
+        ValueError: a length that cannot be cut in 2C pieces.
     """
     if cp_size == 1:
         return torch.arange(seq_length)
@@ -45,6 +48,9 @@ def cp_positions(width: int, cp_size: int, cp_rank: int, starts: list[int] | Non
 
     Returns:
         int64 tensor [width / C].
+
+    Raises:
+        ValueError: boundaries that do not end with the row.
     """
     if starts is None or cp_size == 1:
         return zigzag_positions(width, cp_size, cp_rank)
@@ -67,6 +73,9 @@ def positions_of_ranks(microbatch: Mapping[str, Tensor], cp_size: int) -> list[T
     Args:
         microbatch: at full width, padded or packed, with "loss_mask".
         cp_size: context-parallel size C.
+
+    Returns:
+        Per context-parallel rank int64 [t / C].
     """
     starts = microbatch.get("cu_seqlens_padded", microbatch.get("cu_seqlens"))
     boundaries = None if starts is None else starts.tolist()

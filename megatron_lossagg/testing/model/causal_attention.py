@@ -21,7 +21,8 @@ class CausalAttention(torch.nn.Module):
     """The core attention of a Megatron layer: causal softmax(q k^T * scale) v.
 
     Communicates over the context-parallel group of Megatron's current layout. Padded rows without
-    context parallelism go to Megatron's own `DotProductAttention`.
+    context parallelism go to Megatron's own `DotProductAttention`. It takes the arguments that
+    Megatron builds a core attention with.
     """
 
     def __init__(
@@ -34,7 +35,6 @@ class CausalAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         **kwargs: Any,
     ):
-        """Take the arguments with which Megatron builds a core attention."""
         super().__init__()
         from megatron.core import parallel_state
         from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -87,6 +87,9 @@ class CausalAttention(torch.nn.Module):
         Returns:
             [s/C, b, heads * head size], or [t/C, heads * head size] of packed sequences, in the
             dtype of `query`.
+
+        Raises:
+            ValueError: an attention mask.
         """
         if attention_mask is not None:
             raise ValueError("CausalAttention: expected attention_mask=None: the mask is causal")

@@ -89,6 +89,9 @@ def transformer_config(
         gpt: the model; its `overrides` win over what is set here.
         layout: sizes of the groups; with virtual stages, also the number of microbatches.
         calculate_per_token_loss: Megatron's flag of that name.
+
+    Returns:
+        The config.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 

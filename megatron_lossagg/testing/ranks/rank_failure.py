@@ -12,13 +12,14 @@ from megatron_lossagg.testing.ranks.rank_worker import RankError
 class RankFailure(LossAggError):
     """A rank raised, died or did not answer in time.
 
-    Attributes:
-        rank: the rank that failed first for a reason of its own.
-        failures: rank -> full traceback, or the stack at which a rank without answer was.
+    Args:
+        message: of the exception.
+        rank: the rank that failed first for a reason of its own; an attribute, too.
+        failures: rank -> full traceback, or the stack at which a rank without answer was; an
+            attribute, too.
     """
 
     def __init__(self, message: str, rank: int = -1, failures: dict[int, str] | None = None):
-        """Keep the rank and the texts next to the message."""
         super().__init__(message)
         self.rank = rank
         self.failures = failures or {}
@@ -35,6 +36,9 @@ def failure_of_call(
         errors: rank -> what it raised; at least one. The cause is the first that is no echo of
             another rank's failure.
         stacks: rank -> where it was, of the ranks that gave no answer.
+
+    Returns:
+        The exception, to be raised.
     """
     root = min(errors, key=lambda rank: (errors[rank].is_echo, errors[rank].seconds))
     alike = [rank for rank in sorted(errors) if errors[rank].summary == errors[root].summary]
@@ -64,6 +68,9 @@ def hang_of_call(
         limit_s: seconds it had.
         stacks: rank -> where it was, of the ranks without answer; at least one.
         finished: the ranks that had answered.
+
+    Returns:
+        The exception, to be raised.
     """
     hung = sorted(stacks)
     parts = [

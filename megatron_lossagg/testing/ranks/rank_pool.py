@@ -54,7 +54,19 @@ class RankPool:
     """`num_ranks` processes with one torch thread each, the CPU shim installed, joined by gloo.
 
     GPUs are hidden from the ranks. The pool is a context manager; it also closes at exit.
-    After a failure the ranks are reset, or replaced, when the next call comes.
+    After a failure the ranks are reset, or replaced, when the next call comes. Processes start on
+    `start`, `with` or the first `run`.
+
+    Args:
+        num_ranks: number of processes, at least 1.
+        timeout_s: seconds a call may take, unless `run` is given another limit.
+        megatron_core: a folder with `megatron/core` in it (an unpacked wheel, see
+            `releases.fetch`), from which the ranks import Megatron-Core; a call fails if they
+            got it from elsewhere. None takes the installed one. The process that makes the pool
+            is not affected.
+
+    Raises:
+        ValueError: an argument is not as said.
     """
 
     def __init__(
@@ -64,16 +76,6 @@ class RankPool:
         *,
         megatron_core: str | os.PathLike[str] | None = None,
     ):
-        """Check the arguments; processes start on `start`, `with` or the first `run`.
-
-        Args:
-            num_ranks: number of processes, at least 1.
-            timeout_s: seconds a call may take, unless `run` is given another limit.
-            megatron_core: a folder with `megatron/core` in it (an unpacked wheel, see
-                `releases.fetch`), from which the ranks import Megatron-Core; a call fails if they
-                got it from elsewhere. None takes the installed one. The process that makes the pool
-                is not affected.
-        """
         if not isinstance(num_ranks, int) or num_ranks < 1:
             raise ValueError(f"RankPool: num_ranks must be an int of at least 1, got {num_ranks!r}")
         if timeout_s <= 0:

@@ -21,10 +21,12 @@ from megatron_lossagg.testing.ranks.rank_worker import RankError, serve
 
 
 class RankProcess:
-    """A spawned process that runs `rank_worker.serve`, and the pipe to it."""
+    """A spawned process that runs `rank_worker.serve`, and the pipe to it.
+
+    Making one starts the process; it sends `READY` when it can take a call.
+    """
 
     def __init__(self, number: int, folder: str):
-        """Start the process; it sends `READY` when it can take a call."""
         context = multiprocessing.get_context("spawn")
         self.number = number
         self.stack_file = os.path.join(folder, f"stack_{number}_{time.monotonic_ns()}")

@@ -65,6 +65,12 @@ class FetchError(LossAggError):
 def find_release(version: str) -> Release:
     """The release of that version.
 
+    Args:
+        version: such as "0.16.1".
+
+    Returns:
+        The release.
+
     Raises:
         ValueError: it is not one of `RELEASES`.
     """
@@ -119,6 +125,9 @@ def release_pool(
         version: one of `RELEASES`.
         folder: as for `fetch`.
         timeout_s: as for `RankPool`.
+
+    Yields:
+        The pool.
 
     Raises:
         FetchError: see `fetch`.
