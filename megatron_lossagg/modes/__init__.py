@@ -21,6 +21,17 @@ whether B and U count those with a valid token, or all of them.
 
 The weight is the same for every valid token of a sequence, so a mode is a function that returns one
 factor per sequence. A count of zero gives a weight of zero, never a division by zero.
+
+To add one to the library, give `table.BUILT_IN` an entry with its factor and its formula; the table
+above and those of the READMEs are held against it. A user's own needs `register_mode` alone.
+
+    table         what a mode is, and the built-in ones
+    spec          `ModeSpec`: a mode with its options, which is what travels
+    options       the options of a mode, declared once
+    registry      modes by name; `register_mode`
+    place         which place registered a mode
+    length_power  the modes length-power-A
+    unread        a warning for an option that a mode does not read
 """
 
 from megatron_lossagg.modes.options import (
