@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 _ABSENT = "absent"
+
+
+def fingerprint(identity: Mapping[str, str], bits: int) -> int:
+    """A number of so many bits, at most 32, that is equal on ranks whose options are."""
+    return zlib.crc32(repr(dict(identity)).encode()) >> (32 - bits)
 
 
 def describe_differences(identity: Mapping[str, str], group: Any) -> str:

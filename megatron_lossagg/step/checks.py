@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_lossagg.counts.reduction import NUM_HELD, held_counts, held_place
+from megatron_lossagg.counts.reduction import held_counts, held_place
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.groups import all_reduce_sum, communication_device
 from megatron_lossagg.schedule.contract import ScheduleContract
 from megatron_lossagg.schedule.factors import MAX_NUM_TOKENS_R3, Regime
+from megatron_lossagg.step.agreement import configuration_problem, tp_problems
 from megatron_lossagg.step.context import StepContext
+from megatron_lossagg.step.group_sums import NUM_SLOTS, GroupSums, in_slots, sum_over_group
 from megatron_lossagg.step.schedule_pass import SchedulePass
 from megatron_lossagg.weights.step_weights import StepWeights
 
@@ -46,6 +46,7 @@ def check_pass(
     if plan is not None:
         problems += _count_problems(plan, context.contract)
     if is_last_stage:
+        problems += tp_problems(run, context)
         return _check_with_others(run, problems, plan, context)
     _raise_problems(problems)
     return None
@@ -135,27 +136,6 @@ def _other_rescaling(
     return None
 
 
-@dataclass(frozen=True)
-class GroupSums:
-    """What the ranks of the last stage found, summed over dp x cp.
-
-    Attributes:
-        weights: of each weighting, what `loss_func` saw.
-        planned: of each weighting, the weights that were planned, where a mode has no checksum.
-        num_tokens: what `loss_func` returned as its numbers of tokens (R3).
-        held: what planned microbatches hold, see `counts.held_counts`.
-        given: of each such number how many ranks were given it, the sum and the sum of squares.
-        num_problems: ranks that found a fault of their own.
-    """
-
-    weights: list[float]
-    planned: list[float]
-    num_tokens: float
-    held: list[float]
-    given: list[list[float]]
-    num_problems: float
-
-
 def _check_with_others(
     run: SchedulePass, problems: list[str], plan: StepWeights | None, context: StepContext
 ) -> GroupSums:
@@ -166,7 +146,10 @@ def _check_with_others(
     Raises:
         LossAggError: on every rank, also if one alone found a problem: none waits for the others.
     """
-    sums = _sum_over_ranks(run, bool(problems), plan, context)
+    sums = sum_over_group(run, bool(problems), plan, context)
+    difference = configuration_problem(sums.fingerprint, context)
+    if difference is not None and not any("configured differently" in p for p in problems):
+        problems.append(difference)
     _raise_problems(problems)
     if sums.num_problems:
         raise LossAggError(
@@ -180,44 +163,6 @@ def _check_with_others(
             _check_num_tokens(plan, sums)
         _check_weight_sums(plan, sums, run, context)
     return sums
-
-
-def _sum_over_ranks(
-    run: SchedulePass, has_problem: bool, plan: StepWeights | None, context: StepContext
-) -> GroupSums:
-    device = run.weight_sums[0].device if run.weight_sums else torch.device("cpu")
-    num_weightings = len(context.weights_keys)
-    parts = {
-        "weights": torch.zeros(num_weightings, dtype=torch.float64),
-        "planned": torch.zeros(num_weightings, dtype=torch.float64),
-        "num_tokens": torch.zeros(1, dtype=torch.float64),
-        "held": torch.zeros(NUM_HELD, dtype=torch.float64),
-        "given": torch.zeros(3 * NUM_HELD, dtype=torch.float64),
-        "num_problems": torch.full((1,), float(has_problem), dtype=torch.float64),
-    }
-    if run.weight_sums:
-        parts["weights"] = torch.stack(run.weight_sums).sum(dim=0)
-    if run.num_tokens:
-        parts["num_tokens"] = torch.stack(run.num_tokens).sum().double().view(1)
-    if plan is not None:
-        if plan.counts_are_given:
-            parts["given"] = plan.given_here().flatten()
-        parts["held"] = plan.held_here().double()
-        if not context.objective.has_checksums:
-            parts["planned"] = plan.planned_weight_sums()
-    on = communication_device(context.groups.dp_cp, device)
-    totals = torch.cat([part.to(on) for part in parts.values()])
-    all_reduce_sum(totals, context.groups.dp_cp)
-    summed = totals.cpu().split([part.numel() for part in parts.values()])
-    found = {name: part.tolist() for name, part in zip(parts, summed, strict=True)}
-    return GroupSums(
-        weights=found["weights"],
-        planned=found["planned"],
-        num_tokens=found["num_tokens"][0],
-        held=found["held"],
-        given=[found["given"][row * NUM_HELD : (row + 1) * NUM_HELD] for row in range(3)],
-        num_problems=found["num_problems"][0],
-    )
 
 
 def _check_given(plan: StepWeights, sums: GroupSums, context: StepContext) -> None:
@@ -275,7 +220,8 @@ def _check_weight_sums(
 ) -> None:
     """The weights that `loss_func` saw sum to what the mode's checksum says."""
     contract = context.contract
-    for index, expected in enumerate(plan.expected_weight_sums().tolist()):
+    num_slots = min(NUM_SLOTS, len(context.weights_keys))
+    for index, expected in enumerate(in_slots(plan.expected_weight_sums())[:num_slots].tolist()):
         if math.isnan(expected):  # a registered mode without one; whole masks are on all C ranks
             expected = sums.planned[index] / context.mask_copies
         found = sums.weights[index] / context.cp_copies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_lossagg.groups import ParallelGroups
@@ -23,6 +24,7 @@ class StepContext:
         evaluate: what evaluates the objective on a microbatch.
         report_shape: what is reduced for a report.
         contract: the regime and its factors.
+        identity: by option what must be equal on all ranks of the last stage, as text.
         groups: the process groups.
         weights_keys: the fields that carry the weights of each of the objective's weightings.
         main_mask_is_kept: the field of weights named `loss_mask` holds that mask itself.
@@ -49,6 +51,7 @@ class StepContext:
     evaluate: Evaluate
     report_shape: ReportShape
     contract: ScheduleContract
+    identity: Mapping[str, str]
     groups: ParallelGroups
     weights_keys: tuple[str, ...]
     main_mask_is_kept: bool

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_lossagg.config.options import LossAggOptions
 from megatron_lossagg.modes.spec import ModeSpec
 from megatron_lossagg.objective.objective import Objective
-from megatron_lossagg.step.context import StepContext
+from megatron_lossagg.schedule.contract import ScheduleContract
 
 _OPTIONS = ("cp_gradient", "weight_dtype", "denominators", "masks_are_cp_sliced", "report_counts")
 
@@ -32,13 +34,12 @@ def _mode_identity(spec: ModeSpec, where: str) -> dict[str, str]:
     return {f"{where}{name}": repr(value) for name, value in options.items()}
 
 
-def step_identity(context: StepContext) -> dict[str, str]:
-    """Of a step: its regime, its coefficients and how its reports are averaged, as text."""
-    found = {
-        "the regime": f"{context.contract.regime}",
-        "the average of reports over steps": "by tokens" if context.pairs_by_tokens else "plain",
-    }
-    terms = context.objective.reported_terms
-    for term, coefficient in zip(terms, context.coefficients if terms else (), strict=True):
+def step_identity(
+    contract: ScheduleContract, objective: Objective, coefficients: Sequence[float]
+) -> dict[str, str]:
+    """Of a step: its regime and its coefficients, as text."""
+    found = {"the regime": f"{contract.regime}"}
+    terms = objective.reported_terms if coefficients else ()
+    for term, coefficient in zip(terms, coefficients if terms else (), strict=True):
         found[f"the coefficient of term {term.name!r}"] = repr(coefficient)
     return found

@@ -187,6 +187,7 @@ class StepPlanner:
         replayed = uses_full_iteration_cuda_graph(model_config)
         is_by_tokens = contract.weights_carry_num_tokens
         cp_copies = contract.cp_copies
+        of_step = step_identity(contract, settings.objective, coefficients)
         return StepContext(
             num_microbatches=num_microbatches,
             share=1.0 / (num_microbatches * groups.dp_cp_size),
@@ -195,6 +196,7 @@ class StepPlanner:
             evaluate=settings.evaluate,
             report_shape=self._report_shape,
             contract=contract,
+            identity={**self._identity, **of_step},
             groups=groups,
             weights_keys=self._weight_options.weights_keys,
             main_mask_is_kept=self._weight_options.keeps_mask,
@@ -215,7 +217,8 @@ class StepPlanner:
         """The weights of this rank's microbatches; None where it has none."""
         if request.microbatches is None and not request.come_later:
             return None
-        identity = {**self._identity, **step_identity(context)}
+        averages = "by tokens" if context.pairs_by_tokens else "plain"
+        identity = {**context.identity, "the average of reports over steps": averages}
         if request.microbatches is None:
             num_microbatches = request.num_microbatches
             return DeferredPlan(self._weight_options, num_microbatches, identity=identity)

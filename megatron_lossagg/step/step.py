@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
 from megatron_lossagg.schedule.factors import Regime
+from megatron_lossagg.step.agreement import check_configuration
 from megatron_lossagg.step.checks import check_pass
 from megatron_lossagg.step.context import StepContext
 from megatron_lossagg.step.microbatch_report import (
@@ -279,6 +280,8 @@ class Step:
             without `broadcast_over_pipeline`.
         """
         context, problem = self.context, None
+        if context.groups.is_last_stage and not self.is_validated:
+            check_configuration(context)
         is_to_count = not self.is_counted and not context.divides_later
         if is_to_count and context.groups.is_last_stage:
             problem = count_evaluation(self.plan, context.groups)

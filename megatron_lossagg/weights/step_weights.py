@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lossagg.counts.agreement import fingerprint
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.counts.reduction import FINGERPRINT_BITS, NUM_HELD, PendingCounts
 from megatron_lossagg.errors import LossAggError
@@ -167,7 +167,7 @@ class StepWeights(ABC):
 
     def fingerprint(self) -> int:
         """A number that is equal on ranks whose `identity` is."""
-        return zlib.crc32(repr(self.identity()).encode()) >> (32 - FINGERPRINT_BITS)
+        return fingerprint(self.identity(), FINGERPRINT_BITS)
 
     def check_counts(self) -> None:
         """Raise LossAggError if the counts cannot be right. Waits for the device.
