@@ -8,6 +8,8 @@ step               `Step`: data iterators, `loss_func`, `validate`, `report`
 schedule_pass      what one run of the schedule did with it
 returned_loss      the number of tokens and the graph of what `loss_func` returns
 microbatch_report  what it reports of a microbatch
+agreement          do context- and tensor-parallel ranks see the same?
+group_sums         what the ranks found, summed
 checks             before the optimizer steps: did the schedule do what was planned?
 report             reports summed over microbatches and ranks, divided once
 step_report        the values of a step, and its counts

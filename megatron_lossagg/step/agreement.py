@@ -22,6 +22,9 @@ def local_fingerprint(context: StepContext) -> Tensor:
 
     Args:
         context: of the step.
+
+    Returns:
+        The numbers of this rank, on the CPU.
     """
     x = float(fingerprint(context.identity, _BITS))
     return torch.tensor([1.0, x, x * x], dtype=torch.float64)
@@ -73,6 +76,9 @@ def tp_problems(run: SchedulePass, context: StepContext) -> list[str]:
     Args:
         run: what the schedule did.
         context: of the step.
+
+    Returns:
+        What is wrong, the same on all tensor-parallel ranks; [] where nothing is.
     """
     group = context.groups.tp
     if context.groups.tp_size == 1 or not context.counts_loss_calls:

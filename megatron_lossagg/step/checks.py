@@ -24,7 +24,7 @@ def check_pass(
     context: StepContext,
     schedule_num_tokens: Tensor | None,
 ) -> GroupSums | None:
-    """Raise LossAggError if a run was not what was planned: one all-reduce over dp x cp.
+    """Raise LossAggError if a run was not as planned: an all-reduce over tp, one over dp x cp.
 
     Args:
         run: what the schedule did.

@@ -123,7 +123,7 @@ class HostSide:
         self._stream.abandon()
 
     def validate(self, num_tokens: Tensor | None = None) -> None:
-        """`Step.validate` of a wrapped step: one all-reduce over dp x cp on the last stage only.
+        """`Step.validate` of a wrapped step: all-reduces over tp and dp x cp on the last stage.
 
         The first step installs it in `model_config.finalize_model_grads_func`, which gives it the
         `num_tokens` of the schedule; a loop without that hook calls it on every rank before the

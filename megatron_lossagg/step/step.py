@@ -240,11 +240,11 @@ class Step:
         divide_reports(self._pass.reports, gradient_factor, divisors, self.context.share)
 
     def validate(self, num_tokens: Tensor | None = None) -> None:
-        """Check the last run of the schedule: one all-reduce over dp x cp, on the last stage only.
+        """Check the last run of the schedule: on the last stage an all-reduce over tp, and dp x cp.
 
-        Call it on every rank before `optimizer.step()`; what happens afterwards is a new run. It
-        compares the microbatches that were taken with M, what the schedule did to the returned loss
-        with the regime, and the sum of all weights with the mode's checksum. Waits for the device.
+        Call it on every rank before `optimizer.step()`; what happens afterwards is a new run. Held
+        against each other: microbatches taken and M, what was done to the loss and the regime,
+        weights and the checksum, the ranks of the stage. Waits for the device.
 
         Args:
             num_tokens: what the schedule summed up here for `finalize_model_grads` (R3), if known.
