@@ -237,7 +237,10 @@ class LossAggregator(HostSide):
     def loss_func(
         self, microbatch: Mapping[str, Any], output_tensor: Any, non_loss_data: bool = False
     ) -> Any:
-        """`Step.loss_func` of the wrapped step that runs. No collective, no host sync."""
+        """`Step.loss_func` of the wrapped step that runs. No collective, no host sync.
+
+        LossAggError says that nothing was planned: `wrap` was not called on this rank.
+        """
         objective = self._settings.objective
         step = self._stream.step_for_loss(
             self._plan_step, reads_iteration=objective.has_coefficient_schedules
@@ -255,7 +258,11 @@ class LossAggregator(HostSide):
         *,
         broadcast_over_pipeline: bool = True,
     ) -> dict[str, float]:
-        """`Step.report` of a wrapped step: an all-reduce over dp x cp, and a broadcast over pp."""
+        """`Step.report` of a wrapped step: an all-reduce over dp x cp, and a broadcast over pp.
+
+        Every rank calls it with what its schedule returned, after the run and before the next one.
+        LossAggError says that no step has run on this rank, where the loss is computed.
+        """
         step = self._stream.active or self._receiver()
         return step.report(forward_data_store, broadcast_over_pipeline=broadcast_over_pipeline)
 
