@@ -10,6 +10,7 @@ import yaml
 
 from grpo.checkpoint import latest_step
 from grpo.config import TrainingConfig
+from grpo.config_file import load_config
 from grpo.loop import CHECKPOINTS
 from grpo.stopping import stop_file
 
@@ -144,7 +145,8 @@ def _check_can_go_on(out: Path, config: TrainingConfig) -> None:
 def _check_same_options(out: Path, config: TrainingConfig) -> None:
     if not (out / _CONFIG).is_file():
         raise ValueError(f"--resume: there is no {_CONFIG} in {out}, so it is no run's folder.")
-    before = _flat(yaml.safe_load((out / _CONFIG).read_text(encoding="utf-8")))
+    # As options: a file of an earlier version lacks those that came later, which have defaults.
+    before = _flat(load_config(type(config), out / _CONFIG).to_dict())
     now = _flat(config.to_dict())
     different = [
         f"{key}: {before.get(key)} -> {now.get(key)}"

@@ -158,3 +158,18 @@ def test_a_module_that_is_not_there(script, tmp_path):
 def test_an_unknown_mode_names_the_option():
     with pytest.raises(ValueError, match="Unknown loss_agg_mode 'sqrt-length'.* --import MODULE"):
         config_of(f"{POLICY}.loss_agg_mode=sqrt-length")
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path, monkeypatch):
+    """Its file lacks options that came later: they have their defaults. Others stay what they were."""
+    config = load_config(GrpoConfig, CONFIGS / "grpo_count.yaml")
+    folder = open_run_folder(config, tmp_path / "run", resume=False)
+    monkeypatch.setattr("grpo.run_folder.latest_step", lambda checkpoints: 1)
+    saved = folder / "config.yaml"
+    lines = saved.read_text().splitlines(keepends=True)
+    saved.write_text("".join(line for line in lines if "checks:" not in line))
+    assert len(saved.read_text().splitlines()) == len(lines) - 1
+    assert open_run_folder(config, folder, resume=True) == folder
+    saved.write_text(saved.read_text().replace("seed: 1", "seed: 2"))
+    with pytest.raises(ValueError, match=r"with other options \(seed: 2 -> 1\)"):
+        open_run_folder(config, folder, resume=True)
