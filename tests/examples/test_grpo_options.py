@@ -161,7 +161,7 @@ def test_an_unknown_mode_names_the_option():
 
 
 def test_a_run_of_an_earlier_version_goes_on(tmp_path, monkeypatch):
-    """Its file lacks options that came later: they have their defaults. Others stay as they were."""
+    """Its file lacks options that came later: they have their defaults. Others stay as they are."""
     config = load_config(GrpoConfig, CONFIGS / "grpo_count.yaml")
     folder = open_run_folder(config, tmp_path / "run", resume=False)
     monkeypatch.setattr("grpo.run_folder.latest_step", lambda checkpoints: 1)
