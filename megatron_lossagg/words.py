@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -36,6 +37,11 @@ def read_option(words: type[AnyWord], name: str, value: Any) -> AnyWord:
         raise ValueError(
             f"{name}={value!r} does not exist; expected one of {', '.join(known(words))}."
         ) from None
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with texts instead of words, for files."""
+    return {k: v.value if isinstance(v, Word) else v for k, v in values.items()}
 
 
 def known(words: type[Word]) -> tuple[str, ...]:

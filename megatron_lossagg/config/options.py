@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import Enum
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +14,7 @@ from megatron_lossagg.schedule.options import ContractSource, CPGradient, Denomi
 from megatron_lossagg.typed_fields import check_flags
 from megatron_lossagg.weights.microbatch import check_weights_key
 from megatron_lossagg.weights.token_weights import WEIGHT_DTYPES, check_weight_dtype
-from megatron_lossagg.words import Word, read_option
+from megatron_lossagg.words import Word, plain_values, read_option
 
 T = TypeVar("T")
 
@@ -128,8 +127,7 @@ class LossAggOptions(ModeOptions):
 
     def aggregator_arguments(self) -> dict[str, Any]:
         """The options by name as plain values, as `LossAggregator` takes them."""
-        values = {name: getattr(self, name) for name in option_names()}
-        return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
+        return plain_values({name: getattr(self, name) for name in option_names()})
 
     @property
     def torch_weight_dtype(self) -> torch.dtype:

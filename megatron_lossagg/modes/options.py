@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from enum import Enum
 from numbers import Real
 from typing import Any
 
-from megatron_lossagg.words import Word
+from megatron_lossagg.words import Word, plain_values
 
 
 class NormSemantics(Word):
@@ -63,8 +62,7 @@ class ModeOptions:
     @property
     def mode_options(self) -> dict[str, Any]:
         """The three options as plain values, by name: for files, and for whoever takes them too."""
-        values = {name: getattr(self, name) for name in OPTION_NAMES}
-        return {k: v.value if isinstance(v, Enum) else v for k, v in values.items()}
+        return plain_values({name: getattr(self, name) for name in OPTION_NAMES})
 
     @property
     def not_default(self) -> dict[str, Any]:

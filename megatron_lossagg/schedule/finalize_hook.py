@@ -121,10 +121,8 @@ def hook_of(model_config: Any) -> FinalizeHook | None:
     None where that function is not set, and with full-iteration CUDA graphs: finalize would be
     captured with the step, and participants read values.
     """
-    if uses_full_iteration_cuda_graph(model_config):
-        return None
     hook = getattr(model_config, "finalize_model_grads_func", None)
-    if hook is None:
+    if hook is None or uses_full_iteration_cuda_graph(model_config):
         return None
     if not isinstance(hook, FinalizeHook):
         hook = model_config.finalize_model_grads_func = FinalizeHook(hook)

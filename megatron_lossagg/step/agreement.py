@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,10 +45,15 @@ def configuration_problem(summed: list[float], context: StepContext) -> str | No
     num_ranks, total, squares = (int(number) for number in summed)
     if total**2 == num_ranks * squares:
         return None
-    how = describe_differences(context.identity, context.groups.dp_cp)
+    return _difference("data x context parallel", context.groups.dp_cp, context)
+
+
+def _difference(ranks: str, group: Any, context: StepContext) -> str:
+    """In what the ranks of `group`, which all know that they differ, do: an all-gather over it."""
+    how = describe_differences(context.identity, group)
     return (
-        f"the data x context parallel ranks were configured differently: {how}. Build "
-        "LossAggregator with the same arguments on every rank"
+        f"the {ranks} ranks were configured differently: {how}. Build LossAggregator with the same "
+        "arguments on every rank"
     )
 
 
@@ -101,11 +108,7 @@ def tp_problems(run: SchedulePass, context: StepContext) -> list[str]:
         both[-1:].tolist(),
     )
     if largest[-1] != smallest[-1]:
-        how = describe_differences(context.identity, group)
-        return [
-            f"the tensor-parallel ranks were configured differently: {how}. Build LossAggregator "
-            "with the same arguments on every rank"
-        ]
+        return [_difference("tensor-parallel", group, context)]
     problems = []
     if largest[0] - smallest[0] > TOLERANCE * size_of_all or largest[2] != smallest[2]:
         problems.append(

@@ -23,6 +23,7 @@ from megatron_lossagg.step.settings import Settings
 from megatron_lossagg.step.step import Step
 from megatron_lossagg.step.stream import WrappedStream
 from megatron_lossagg.weights.deferred import sum_over_ranks
+from megatron_lossagg.weights.metrics import share_divisors
 from megatron_lossagg.weights.step_weights import StepWeights
 
 
@@ -38,10 +39,7 @@ class Finalizer:
 
     def watch(self, model_config: Any) -> None:
         """From now on, steps are finalized by this config's function, too."""
-        for config in self._configs:
-            if config is model_config:
-                break
-        else:
+        if not any(config is model_config for config in self._configs):
             self._configs.append(model_config)
         if self._settings.is_deferred:
             self._divide_in(model_config)
@@ -62,10 +60,7 @@ class Finalizer:
 
     def _hooks(self) -> list[FinalizeHook]:
         """Those of the watched configs, put there where they are missing."""
-        hooks = []
-        for config in self._configs:
-            if getattr(config, "finalize_model_grads_func", None) is not None:
-                hooks.append(hook_of(config))
+        hooks = [hook_of(config) for config in self._configs]
         return [hook for hook in hooks if hook is not None]
 
     def _divide_in(self, model_config: Any) -> None:
@@ -126,16 +121,13 @@ class Finalizer:
         if step is not None and step.is_validated:
             step = None
         plan = None if step is None else step.plan
-        pending = sum_over_ranks(plan, self._settings.current_groups())
-        if plan is not None and pending is not None:
-            plan.set_counts(pending)
+        sum_over_ranks(plan, self._settings.current_groups())
         return step, plan
 
     def _count_and_divide(self, divides_by_num_tokens: bool) -> float:
         step, plan = self._count()
-        is_counted = plan is not None and plan.counts_are_known
         factor = 1.0
-        if plan is not None and is_counted:
+        if plan is not None and plan.counts_are_known:
             factor = plan.gradient_factor(divides_by_num_tokens=divides_by_num_tokens)
         groups = self._settings.current_groups()
         # Tensor-parallel ranks without data know counts, but not of which masks.
@@ -148,16 +140,10 @@ class Finalizer:
 
     def _divide_reports(self, step: Step | None, plan: StepWeights | None, factor: float) -> None:
         """Divide reports of the deferred step: a broadcast over tp of the metrics' divisors."""
-        groups, num_metrics = (
-            self._settings.current_groups(),
-            len(self._settings.objective.metric_sums),
-        )
+        num_metrics = len(self._settings.objective.metric_sums)
         divisors = None
         if num_metrics:
-            found = plan.metric_divisors if plan is not None else None
-            if found is None:
-                found = torch.full((num_metrics,), torch.nan, dtype=torch.float64)
-            divisors = found.to(communication_device(groups.tp, found.device), copy=True)
-            broadcast_from_first(divisors, groups.tp)
+            known = None if plan is None else plan.metric_divisors
+            divisors = share_divisors(known, num_metrics, self._settings.current_groups())
         if step is not None:
             step.divide_reports(factor, divisors)

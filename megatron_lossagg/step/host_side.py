@@ -22,6 +22,7 @@ from megatron_lossagg.step.planner import StepPlanner
 from megatron_lossagg.step.settings import Settings
 from megatron_lossagg.step.step import Step
 from megatron_lossagg.step.stream import WrappedStream
+from megatron_lossagg.weights.metrics import share_divisors
 from megatron_lossagg.weights.microbatch import METRIC_DIVISORS
 
 
@@ -193,11 +194,7 @@ class HostSide:
             return microbatch  # deferred ones are shared when gradients are finalized
         step = self._stream.active
         found = None if groups.tp_rank > 0 or step is None else step.metric_divisors
-        if found is None:
-            found = torch.full((num_metrics,), torch.nan, dtype=torch.float64)
-        found = found.to(communication_device(groups.tp, found.device), copy=True)
-        broadcast_from_first(found, groups.tp)
-        return {**microbatch, METRIC_DIVISORS: found}
+        return {**microbatch, METRIC_DIVISORS: share_divisors(found, num_metrics, groups)}
 
     @property
     def must_measure(self) -> bool:

@@ -39,7 +39,7 @@ def step_identity(
 ) -> dict[str, str]:
     """Of a step: its regime and its coefficients, as text."""
     found = {"the regime": f"{contract.regime}"}
-    terms = objective.reported_terms if coefficients else ()
-    for term, coefficient in zip(terms, coefficients if terms else (), strict=True):
+    # Neither a loss without a name nor a rank that only hears a report has any.
+    for term, coefficient in zip(objective.reported_terms, coefficients, strict=False):
         found[f"the coefficient of term {term.name!r}"] = repr(coefficient)
     return found

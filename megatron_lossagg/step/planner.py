@@ -9,7 +9,6 @@ from typing import Any
 from megatron_lossagg.counts.given_counts import counts_by_mask
 from megatron_lossagg.counts.global_counts import GlobalCounts
 from megatron_lossagg.errors import LossAggError
-from megatron_lossagg.schedule.contract import ScheduleContract
 from megatron_lossagg.schedule.refusals import (
     refuse_deferred,
     uses_full_iteration_cuda_graph,
@@ -69,9 +68,6 @@ class StepPlanner:
         )
         self._report_shape = ReportShape.of(objective, reports_counts=options.report_counts)
         self._identity = options_identity(options, objective)
-        self._constants: tuple[float, ...] | None = None
-        if not objective.has_coefficient_schedules:
-            self._constants = objective.coefficients(None)
 
     def plan(self, request: StepRequest) -> Step:
         """A step: with microbatches starts one all-reduce over dp, unless counts are given.
@@ -90,9 +86,7 @@ class StepPlanner:
             TypeError: something else than microbatches.
             LossAggError: a configuration that cannot be honoured.
         """
-        coefficients = self._constants
-        if coefficients is None:
-            coefficients = self._settings.objective.coefficients(request.iteration)
+        coefficients = self._settings.objective.coefficients(request.iteration)
         context = self._context(
             request.num_microbatches, coefficients, request.forward_only, request.pairs_by_tokens
         )
@@ -167,13 +161,8 @@ class StepPlanner:
     ) -> StepContext:
         settings, model_config = self._settings, self._settings.model_config
         groups = settings.current_groups()
-        contract = ScheduleContract.detect(
-            model_config,
-            groups,
-            returns=settings.options.returns,
-            cp_gradient=settings.options.cp_gradient,
-        )
-        divides_later = settings.is_deferred and settings.divides_later(contract)
+        contract = settings.current_contract(groups)
+        divides_later = settings.divides_later(contract)
         if settings.is_deferred:
             refuse_deferred(
                 model_config,

@@ -53,11 +53,11 @@ class Settings:
         """The groups that were passed, or Megatron's of this moment."""
         return current_groups(self.groups)
 
-    def current_contract(self) -> ScheduleContract:
-        """The regime, read from the config as it is now."""
+    def current_contract(self, groups: ParallelGroups | None = None) -> ScheduleContract:
+        """The regime, read from the config as it is now; `groups`: those of now, if at hand."""
         return ScheduleContract.detect(
             self.model_config,
-            self.current_groups(),
+            self.current_groups() if groups is None else groups,
             returns=self.options.returns,
             cp_gradient=self.options.cp_gradient,
         )

@@ -71,11 +71,9 @@ def count_evaluation(plan: StepWeights | None, groups: ParallelGroups) -> str | 
         What went wrong, for all ranks to hear of; None: nothing.
     """
     try:
-        pending = sum_over_ranks(plan, groups)
+        sum_over_ranks(plan, groups)
     except LossAggError as error:
         return str(error)
-    if plan is not None and pending is not None:
-        plan.set_counts(pending)
     return None
 
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.schedule.cp_slicing import slice_for_cp
+from megatron_lossagg.schedule.options import CP_GRADIENTS
 from megatron_lossagg.testing.layout.token_positions import positions_of_ranks
 from megatron_lossagg.testing.model.cp_gather import GatherAndSum, gather_values
 
 TokenLosses = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-
-CP_GRADIENTS = ("local", "replicated-value", "gathered")
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def sum_over_ranks(plan: StepWeights | None, groups: ParallelGroups) -> PendingC
     anything, so no deferred step ran.
 
     Args:
-        plan: the weights, on a rank with data.
+        plan: the weights, on a rank with data; it takes over the counts.
         groups: the process groups.
 
     Returns:
@@ -166,4 +166,6 @@ def sum_over_ranks(plan: StepWeights | None, groups: ParallelGroups) -> PendingC
             "parallelism: its rank 0) gets its data through aggregator.wrap(...)."
         )
     pending.check(None if plan is None else plan.identity)
+    if plan is not None:
+        plan.set_counts(pending)
     return pending

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.counts.global_counts import GlobalCounts
+from megatron_lossagg.groups import ParallelGroups, broadcast_from_first, communication_device
 from megatron_lossagg.modes.spec import ModeSpec
 
 EXTREMES = ("min", "max")
@@ -57,6 +58,24 @@ class Metric:
         assert found is not None  # units were counted, or given
         nan = torch.full_like(found, float("nan"))
         return torch.where(inputs.num_tokens > 0, found, nan)
+
+
+def share_divisors(divisors: Tensor | None, num_metrics: int, groups: ParallelGroups) -> Tensor:
+    """The divisors of tensor-parallel rank 0 on all of them: a broadcast over tp, without a sync.
+
+    Args:
+        divisors: float64 [num_metrics] on a rank that knows them; None on the others.
+        num_metrics: how many there are, on every rank.
+        groups: the process groups.
+
+    Returns:
+        float64 [num_metrics]; NaN where rank 0 does not know them.
+    """
+    if divisors is None:
+        divisors = torch.full((num_metrics,), torch.nan, dtype=torch.float64)
+    shared = divisors.to(communication_device(groups.tp, divisors.device), copy=True)
+    broadcast_from_first(shared, groups.tp)
+    return shared
 
 
 def metric_divisors(

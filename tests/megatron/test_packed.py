@@ -14,6 +14,7 @@ import torch
 from pairs import all_pairs
 from test_exactness import ALL_MODES, assert_exact
 
+from megatron_lossagg.schedule import CP_GRADIENTS
 from megatron_lossagg.testing import (
     GlobalBatch,
     Layout,
@@ -39,7 +40,6 @@ from megatron_lossagg.verification.cases import (
     Case,
     standard_batch,
 )
-from megatron_lossagg.verification.cp_conventions import CP_GRADIENTS
 
 LONG = pytest.mark.conformance
 

@@ -14,9 +14,9 @@ from prescribed import Prescribed, assert_step, batch_of, even, prescribed_losse
 from test_public_reports import F_LAYOUTS, F_VALUES, assert_fixture_f, fixture_f
 
 from megatron_lossagg import LossAggregator, slice_for_cp
+from megatron_lossagg.schedule import CP_GRADIENTS
 from megatron_lossagg.testing import RankFailure, pack_rows
 from megatron_lossagg.testing.run import StepPlan
-from megatron_lossagg.verification.cp_conventions import CP_GRADIENTS
 
 # (calculate_per_token_loss, returns)
 REGIMES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 
 from rich import box
@@ -13,11 +12,12 @@ from rich.text import Text
 
 from megatron_lossagg.cli.doctor.case import DoctorCase
 from megatron_lossagg.cli.doctor.diagnosis import Diagnosis, Factor
+from megatron_lossagg.cli.terminal import terminal_console
 
 
 def new_console() -> Console:
     """The standard output; with NO_COLOR without any styles, as in a pipe."""
-    return Console(color_system=None if os.environ.get("NO_COLOR") else "auto", highlight=False)
+    return terminal_console(highlight=False)
 
 
 def print_text(console: Console, *parts: str | tuple[str, str]) -> None:

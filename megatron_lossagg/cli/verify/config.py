@@ -10,6 +10,7 @@ from typing import Any
 from megatron_lossagg.cli.verify.releases_table import chosen_releases
 from megatron_lossagg.modes.length_power import exponent_of
 from megatron_lossagg.modes.registry import OWN_MODES_HINT, registered_names
+from megatron_lossagg.schedule.options import CP_GRADIENTS
 from megatron_lossagg.testing.batch.packed_batch import PACKED_FORMS
 from megatron_lossagg.testing.layout.layout import Layout
 from megatron_lossagg.typed_fields import check_keys, read_dataclass
@@ -22,7 +23,6 @@ from megatron_lossagg.verification.cases import (
     Case,
     default_cases,
 )
-from megatron_lossagg.verification.cp_conventions import CP_GRADIENTS
 from megatron_lossagg.verification.release_matrix import MATRIX_LAYOUTS
 
 _KNOWN = {
